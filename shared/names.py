@@ -1,0 +1,107 @@
+"""Every Redis name in one place: streams, keys, groups, consumer names.
+
+Pure string functions; nothing here talks to Redis. Prefix ``collm:`` throughout, so that
+``redis-cli --scan --pattern 'collm:*'`` shows the whole system.
+"""
+
+from __future__ import annotations
+
+PREFIX = "collm:"
+
+# Consumer groups: one a kind of reader.
+GROUP_DISPATCHER = "dispatcher"
+GROUP_REPLICA = "replica"
+GROUP_COORDINATOR = "coordinator"
+
+# Single keys.
+METRICS = PREFIX + "metrics"
+EVENTS = PREFIX + "events"
+DEAD_LETTERS = PREFIX + "dead-letters"
+MODELS = PREFIX + "models"  # set of served model names
+REPLICAS = PREFIX + "replicas"  # set of replica ids ever seen and not forgotten
+GATEWAYS = PREFIX + "gateways"  # set of gateway ids whose reply stream may exist
+ADAPTERS = PREFIX + "adapters"  # set of adapter names
+COORDINATOR_CONTROL = PREFIX + "coordinator:control"
+
+
+def requests(model: str) -> str:
+    """Stream of requests for a base model, gateway -> dispatcher."""
+    return f"{PREFIX}requests:{model}"
+
+
+def dispatcher_control(model: str) -> str:
+    """Stream of commands to the dispatcher of a model (cancel)."""
+    return f"{PREFIX}dispatcher:{model}:control"
+
+
+def batches(replica: str) -> str:
+    """Stream of released batches, dispatcher -> replica."""
+    return f"{PREFIX}replica:{replica}:batches"
+
+
+def control(replica: str) -> str:
+    """Stream of commands to a replica: cancel, configure, adapter load/unload, drain."""
+    return f"{PREFIX}replica:{replica}:control"
+
+
+def replies(gateway: str) -> str:
+    """Stream of tokens and final events for one gateway process."""
+    return f"{PREFIX}replies:{gateway}"
+
+
+def gateway_alive(gateway: str) -> str:
+    """Heartbeat key of a gateway; expires."""
+    return f"{PREFIX}gateway:{gateway}:alive"
+
+
+def model(name: str) -> str:
+    """Hash: the card of a served base model."""
+    return f"{PREFIX}model:{name}"
+
+
+def replica(replica_id: str) -> str:
+    """Hash: the record of a replica (see shared.records)."""
+    return f"{PREFIX}replica:{replica_id}"
+
+
+def replica_alive(replica_id: str) -> str:
+    """Heartbeat key of a replica; its value is the incarnation; expires."""
+    return f"{PREFIX}replica:{replica_id}:alive"
+
+
+def adapter(name: str) -> str:
+    """Hash: current version, quality, rank, base, creation time of an adapter."""
+    return f"{PREFIX}adapter:{name}"
+
+
+def adapter_versions(name: str) -> str:
+    """Hash: version -> JSON of that version's entry (path, quality, parent, round)."""
+    return f"{PREFIX}adapter:{name}:versions"
+
+
+def blob(blob_id: str) -> str:
+    """Bytes: tensors of an adapter (safetensors), chunked; expires."""
+    return f"{PREFIX}blob:{blob_id}"
+
+
+def train_queue(replica_id: str) -> str:
+    """Name of the rq queue of a replica's training process (rq adds its own prefix)."""
+    return f"train:{replica_id}"
+
+
+def lease(role: str) -> str:
+    """Lease of the active dispatcher, launcher or coordinator: the holder's id; expires."""
+    return f"{PREFIX}lease:{role}"
+
+
+def fence(role: str) -> str:
+    """Counter of fencing tokens handed out for a lease; never expires."""
+    return f"{PREFIX}fence:{role}"
+
+
+def session(session_id: str) -> str:
+    """Hash: a federated session's state, so that a restarted coordinator takes it up."""
+    return f"{PREFIX}session:{session_id}"
+
+
+SESSIONS = PREFIX + "sessions"  # set of session ids not yet ended

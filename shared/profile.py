@@ -1,0 +1,56 @@
+"""Hardware profiles: small YAML files that say how fast a replica is, with their source.
+
+The emulated engine and the simulator read the same files, from ``config/profiles`` or a path.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from shared.latency import LatencyModel
+
+PROFILES = Path(__file__).resolve().parent.parent / "config" / "profiles"
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kind of replica. Seconds, tokens."""
+
+    name: str
+    source: str  # where the numbers come from: a bench (when, on what) or a publication
+    coefficients: LatencyModel
+    b_max: int = 64
+    kv_tokens: int = 1 << 20
+    context: int = 8192
+    vocabulary: int = 49152
+    jitter: float = 0.0  # coefficient of variation of a step's time (log-normal)
+    load_seconds: float = 0.0  # load of the base model
+    adapter_seconds: float = 0.0  # fetch of an adapter that is not resident
+    adapter_slots: int = 64
+    merge_seconds: float = 0.0  # switch of a merged adapter (dLoRA baseline)
+    merged_speedup: float = 1.0  # decode iteration unmerged / merged
+    output_mean: float = 128.0  # length of an emulated answer that may end by itself
+    numbers: dict[str, str] = {}  # source of each figure, free text
+
+
+class ProfileError(ValueError):
+    """The profile does not exist or a field is bad; the message names file and field."""
+
+
+def load(name: str) -> Profile:
+    """Read a profile by name (``config/profiles/<name>.yaml``) or path. Raises ProfileError."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else PROFILES / f"{name}.yaml"
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
+        raise ProfileError(f"no profile {name!r} ({path}); known: {known}") from e
+    except yaml.YAMLError as e:
+        raise ProfileError(f"{path}: not YAML: {e}") from e
+    try:
+        return msgspec.convert(content, Profile)
+    except msgspec.ValidationError as e:
+        raise ProfileError(f"{path}: {e}") from e

@@ -1,0 +1,34 @@
+"""Latency objectives of one request and whether a response met them.
+
+A SLO is not a timeout: a late answer is delivered, it does not count as goodput.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Any of three limits in milliseconds; a response must meet all that are named."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+    def __bool__(self) -> bool:
+        return not (self.ttft_ms is None and self.tpot_ms is None and self.e2e_ms is None)
+
+    def deadline(self, arrival: float) -> float | None:
+        """Moment of the end-to-end limit (seconds, the clock of ``arrival``)."""
+        return None if self.e2e_ms is None else arrival + self.e2e_ms / 1e3
+
+    def met(self, ttft: float | None, tpot: float | None, e2e: float | None) -> bool:
+        """Whether latencies in seconds keep every named limit; a missing TTFT or E2E fails.
+
+        A missing TPOT passes: an answer of one token has none.
+        """
+        if self.ttft_ms is not None and (ttft is None or ttft * 1e3 > self.ttft_ms):
+            return False
+        if self.e2e_ms is not None and (e2e is None or e2e * 1e3 > self.e2e_ms):
+            return False
+        return self.tpot_ms is None or tpot is None or tpot * 1e3 <= self.tpot_ms
