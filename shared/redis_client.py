@@ -12,6 +12,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+import redis as redis_sync
 from redis.asyncio import Redis, Sentinel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -61,7 +62,38 @@ def connect(url: str, *, max_connections: int = 64) -> Redis:
     return client
 
 
+def connect_sync(url: str, *, socket_timeout: float = SOCKET_TIMEOUT) -> redis_sync.Redis:
+    """A blocking client (rq needs one) for the URLs of ``connect``, sent-once like it."""
+    options: dict[str, object] = {
+        "retry": redis_sync.retry.Retry(NoBackoff(), 0),
+        "socket_timeout": socket_timeout,
+        "socket_connect_timeout": 5.0,
+        "health_check_interval": 0,
+    }
+    if url.startswith("redis+sentinel://"):
+        pairs, service, more = _parse_sentinel(url.removeprefix("redis+sentinel://"))
+        sentinel = redis_sync.Sentinel(pairs, socket_timeout=5.0)
+        client: redis_sync.Redis = sentinel.master_for(service, **{**options, **more})
+        return client
+    if not url.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError(
+            f"Redis URL {url.split('@')[-1]!r}: redis://, rediss://, unix:// or "
+            "redis+sentinel:// expected"
+        )
+    plain: redis_sync.Redis = redis_sync.Redis.from_url(url, **options)
+    return plain
+
+
 def _sentinel(rest: str, options: dict[str, object]) -> Redis:
+    pairs, service, more = _parse_sentinel(rest)
+    sentinel = Sentinel(pairs, socket_timeout=5.0, retry=Retry(NoBackoff(), 0))
+    client: Redis = sentinel.master_for(service, **{**options, **more})
+    return client
+
+
+def _parse_sentinel(rest: str) -> tuple[list[tuple[str, int]], str, dict[str, object]]:
+    """Hosts, service and connection options of a Sentinel URL without its scheme."""
+    options: dict[str, object] = {}
     credentials, _, rest = rest.rpartition("@")
     hosts, _, path = rest.partition("/")
     service, _, db = path.partition("/")
@@ -76,9 +108,7 @@ def _sentinel(rest: str, options: dict[str, object]) -> Redis:
         options["username"], options["password"] = user or None, password or None
     if db:
         options["db"] = int(db)
-    sentinel = Sentinel(pairs, socket_timeout=5.0, retry=Retry(NoBackoff(), 0))
-    client: Redis = sentinel.master_for(service, **options)
-    return client
+    return pairs, service, options
 
 
 class Backoff:
