@@ -1,0 +1,320 @@
+"""The base weights of a model: one file in fused order, mapped by every process of a host.
+
+A checkpoint keeps q, k and v (gate and up) as separate tensors; an engine wants each group as
+one matrix. So the checkpoint is rewritten once as a safetensors file in which the members of a
+group lie side by side: the fused matrix and the members under transformers' names are then two
+views of the same bytes. Each process maps the file privately (copy on write): inference and
+training share the pages, and a stray write in one stays in that process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+FORMAT = "1"
+PAGE = 4096  # bytes; the header ends on a page
+ALIGNMENT = 64  # bytes; each fused tensor begins on a cache line
+GROUPS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_NAMES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class WeightsError(ValueError):
+    """A checkpoint cannot be used: names the file and says what to do."""
+
+
+@dataclass(frozen=True)
+class FusedWeights:
+    """A checkpoint's tensors, once fused and once under transformers' names (same memory).
+
+    ``fused``: ``model.layers.0.self_attn.qkv_proj.weight`` [rows of q + k + v, hidden],
+    ``model.layers.0.mlp.gate_up_proj.weight`` [2 x intermediate, hidden], biases likewise, and
+    every other tensor under its own name. ``views``: ``…q_proj.weight`` and so on.
+    """
+
+    fused: dict[str, Tensor]
+    views: dict[str, Tensor]
+    path: Path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one copy of the weights."""
+        return sum(t.numel() * t.element_size() for t in self.fused.values())
+
+    def to(self, device: torch.device | str) -> FusedWeights:
+        """The same weights on ``device``; the members are views of the fused tensors there."""
+        fused = {name: tensor.to(device) for name, tensor in self.fused.items()}
+        return FusedWeights(fused, _views(fused, self.views), self.path)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor lies in the file: bytes from the start of the data."""
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """``"auto"`` is bf16 where the hardware multiplies it natively, else fp32."""
+    if isinstance(dtype, torch.dtype):
+        chosen = dtype
+    elif dtype == "auto":
+        native = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()
+        chosen = torch.bfloat16 if native else torch.float32
+    elif dtype in _NAMES:
+        chosen = _NAMES[dtype]
+    else:
+        raise WeightsError(f"dtype {dtype!r}: choose auto, {' or '.join(_NAMES)}")
+    if chosen not in _DTYPES:
+        raise WeightsError(f"dtype {chosen}: choose torch.bfloat16 or torch.float32")
+    return chosen
+
+
+def open_fused(
+    folder: str | Path, dtype: str | torch.dtype = "auto", *, cache: str | Path | None = None
+) -> FusedWeights:
+    """Map the fused file of the checkpoint in ``folder``, writing it first where needed.
+
+    The file lies in ``cache`` (default: the folder itself) and is written again when the
+    checkpoint's files change. Concurrent callers write it once. Raises WeightsError.
+    """
+    folder, chosen = Path(folder), resolve_dtype(dtype)
+    target = Path(cache or folder) / f"fused-{str(chosen).removeprefix('torch.')}.safetensors"
+    fingerprint = _fingerprint(folder)
+    if not _is_current(target, fingerprint):
+        with _lock(target):
+            if not _is_current(target, fingerprint):
+                _write(folder, target, chosen, fingerprint)
+    return _map(target, chosen)
+
+
+def _sources(folder: Path) -> list[Path]:
+    """The checkpoint's safetensors files, in order."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, AttributeError) as e:
+            raise WeightsError(f"{index}: no valid index ({e})") from e
+        files = [folder / name for name in names]
+    else:
+        files = [single]
+    for file in files:
+        if not file.is_file():
+            raise WeightsError(
+                f"{file}: no such file; a model folder needs config.json, tokenizer.json and "
+                "its weights as safetensors (pickled weights are refused)"
+            )
+    return files
+
+
+def _fingerprint(folder: Path) -> str:
+    """Changes when a file of the checkpoint changes (name, size, time of last write)."""
+    parts = [FORMAT]
+    for file in [*_sources(folder), folder / "config.json"]:
+        if not file.is_file():
+            raise WeightsError(f"{file}: no such file")
+        status = file.stat()
+        parts.append(f"{file.name}:{status.st_size}:{status.st_mtime_ns}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _is_current(target: Path, fingerprint: str) -> bool:
+    if not target.exists():
+        return False
+    header = _header(target)
+    return bool(header.get("__metadata__", {}).get("source") == fingerprint)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(size))
+    return header
+
+
+@contextmanager
+def _lock(target: Path) -> Iterator[None]:
+    """One writer a host; the lock goes with the process that holds it."""
+    try:
+        handle = os.open(target.with_name(f".{target.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as e:
+        raise WeightsError(
+            f"{target.parent}: cannot write the fused weights there ({e.strerror}); make the "
+            "model's folder writable or choose another one for the cache"
+        ) from e
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Name -> (file, shape) of every tensor that is stored; a tied output layer is left out."""
+    tied = bool(json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"))
+    found = {}
+    for file in _sources(folder):
+        try:
+            with safe_open(file, "pt") as reader:
+                for name in reader.keys():  # noqa: SIM118
+                    found[name] = (file, tuple(reader.get_slice(name).get_shape()))
+        except SafetensorError as e:
+            raise WeightsError(f"{file}: damaged safetensors file ({e}); fetch it again") from e
+    if tied and "model.embed_tokens.weight" in found:
+        found.pop("lm_head.weight", None)
+    return found
+
+
+def group_of(name: str) -> tuple[str, tuple[str, ...]] | None:
+    """The fused name of a member of a group and all its members' names; None for others."""
+    for fused, members in GROUPS.items():
+        for member in members:
+            if f".{member}." in name:
+                prefix, suffix = name.split(f".{member}.", 1)
+                names = tuple(f"{prefix}.{m}.{suffix}" for m in members)
+                return f"{prefix}.{fused}.{suffix}", names
+    return None
+
+
+def _order(shapes: Mapping[str, tuple[Path, tuple[int, ...]]]) -> list[tuple[str, ...]]:
+    """Tensors in file order, those of a complete group with equal columns together."""
+    order: list[tuple[str, ...]] = []
+    placed: set[str] = set()
+    for name in sorted(shapes):
+        if name in placed:
+            continue
+        group = group_of(name)
+        members = group[1] if group else (name,)
+        complete = all(m in shapes for m in members)
+        if not complete or len({shapes[m][1][1:] for m in members}) != 1:
+            members = (name,)
+        order.append(members)
+        placed.update(members)
+    return order
+
+
+def _layout(
+    shapes: Mapping[str, tuple[Path, tuple[int, ...]]], itemsize: int
+) -> tuple[list[_Slot], int]:
+    """Slots of all tensors, with fillers so that each group begins on a cache line."""
+    slots: list[_Slot] = []
+    position = 0
+    for members in _order(shapes):
+        if position % ALIGNMENT:
+            end = position + ALIGNMENT - position % ALIGNMENT
+            slots.append(_Slot(f"_fill.{position}", ((end - position) // itemsize,), position, end))
+            position = end
+        for name in members:
+            shape = shapes[name][1]
+            size = torch.Size(shape).numel() * itemsize
+            slots.append(_Slot(name, shape, position, position + size))
+            position += size
+    return slots, position
+
+
+def _write(folder: Path, target: Path, dtype: torch.dtype, fingerprint: str) -> None:
+    """Write the whole file beside its place, then rename it: readers see all of it or nothing."""
+    shapes = _shapes(folder)
+    slots, _ = _layout(shapes, dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "source": fingerprint}}
+    for slot in slots:
+        header[slot.name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": slot.shape,
+            "data_offsets": [slot.begin, slot.end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % PAGE)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as out:
+            out.write(struct.pack("<Q", len(text)) + text)
+            for slot in slots:
+                out.write(_bytes(slot, shapes, dtype))
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    log.info("wrote %s, the weights in fused order", target)
+
+
+def _bytes(
+    slot: _Slot, shapes: Mapping[str, tuple[Path, tuple[int, ...]]], dtype: torch.dtype
+) -> memoryview:
+    if slot.name not in shapes:
+        return memoryview(bytes(slot.end - slot.begin))
+    with safe_open(shapes[slot.name][0], "pt") as reader:
+        tensor = reader.get_tensor(slot.name)
+    if not tensor.is_floating_point():
+        raise WeightsError(f"{shapes[slot.name][0]}: {slot.name} is {tensor.dtype}: quantised?")
+    return memoryview(tensor.to(dtype).contiguous().view(torch.uint8).numpy().reshape(-1))
+
+
+def _map(path: Path, dtype: torch.dtype) -> FusedWeights:
+    """Map the file privately and cut it into tensors."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+    header = _header(path)
+    header.pop("__metadata__")
+    itemsize = dtype.itemsize
+    whole = torch.from_file(
+        str(path), shared=False, size=path.stat().st_size // itemsize, dtype=dtype
+    )
+    data = whole[(size + 8) // itemsize :]
+    views = {
+        name: data[
+            entry["data_offsets"][0] // itemsize : entry["data_offsets"][1] // itemsize
+        ].view(entry["shape"])
+        for name, entry in header.items()
+        if not name.startswith("_fill.")
+    }
+    fused: dict[str, Tensor] = {}
+    for members in _order({name: (path, tuple(t.shape)) for name, t in views.items()}):
+        if len(members) == 1:
+            fused[members[0]] = views[members[0]]
+            continue
+        group = group_of(members[0])
+        assert group is not None
+        first = views[members[0]]
+        rows = sum(views[m].shape[0] for m in members)
+        begin = first.storage_offset() - data.storage_offset()
+        count = rows * (first.numel() // first.shape[0])
+        fused[group[0]] = data[begin : begin + count].view(rows, *first.shape[1:])
+    return FusedWeights(fused, views, path)
+
+
+def _views(fused: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The members of ``fused`` with the shapes of ``like``."""
+    views: dict[str, Tensor] = {}
+    for name, old in like.items():
+        group = group_of(name)
+        if group is None or group[0] not in fused:
+            views[name] = fused[name]
+            continue
+        begin = sum(like[m].shape[0] for m in group[1][: group[1].index(name)])
+        views[name] = fused[group[0]][begin : begin + old.shape[0]]
+    return views
