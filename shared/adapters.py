@@ -1,0 +1,317 @@
+"""The adapter registry: which adapters exist, their versions, which one is current.
+
+In Redis a hash ``adapter:<name>``, a hash of its versions, and the set of all names; the tensors
+lie on disk (``shared.adapter_files``). Every change is one Lua script that also writes to
+``events``; publishing a version twice changes nothing, so that a restarted coordinator cannot
+aggregate twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import orjson
+from redis.asyncio import Redis
+
+from shared import adapter_files, names
+from shared.replica_state import EVENTS_MAXLEN
+
+
+class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of an adapter. Its identity is (round, local step, replica)."""
+
+    version: str
+    path: str  # PEFT folder
+    quality: float = 1.0  # Q; starts at 1
+    parent: str = ""  # version it was trained from
+    round: int = 0
+    step: int = 0
+    replica: str = ""  # a replica's own version between rounds; "" = the common one
+    session: str = ""
+    heldout_ce: float | None = None  # nats per token
+    promoted: bool = True  # False: kept and marked, but never made current by its publisher
+    note: str = ""  # why it was not promoted, or what it is
+    created: float = 0.0  # Redis seconds
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter as ``redis-cli HGETALL collm:adapter:<name>`` shows it."""
+
+    name: str
+    base: str  # served name of the base model
+    rank: int
+    lora_alpha: float = 0.0
+    tenant: str = ""  # "" = everybody's
+    source: str = ""  # "load" | "job" | "session" | "data"
+    created: float = 0.0
+    current: str = ""  # version given to new requests; "" = none yet
+    quality: float = 1.0  # of the current version
+
+
+class Conflict(RuntimeError):
+    """The registry holds something else than the change expects; says what."""
+
+
+class Unknown(KeyError):
+    """No adapter or version of that name."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+_EVENT = """
+local function tell(kind, name, version, why)
+  local now = redis.call('TIME')
+  redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[1], '*', 'kind', kind, 'adapter', name,
+             'version', version, 'why', why, 'time',
+             now[1] .. '.' .. string.format('%06d', now[2]))
+end
+"""
+# KEYS: adapter hash, versions hash, events, set of adapters. ARGV[1] events length, [2] name.
+_REGISTER = (
+    _EVENT
+    + """
+local base = redis.call('HGET', KEYS[1], 'base')
+if base then return {0, base, redis.call('HGET', KEYS[1], 'tenant') or ''} end
+local now = redis.call('TIME')
+redis.call('HSET', KEYS[1], 'created', now[1] .. '.' .. string.format('%06d', now[2]),
+           unpack(ARGV, 3))
+redis.call('SADD', KEYS[4], ARGV[2])
+tell('adapter_registered', ARGV[2], '', '')
+return {1, '', ''}
+"""
+)
+# [3] version, [4] entry, [5] promote, [6] expected current or '*', [7] quality, [8] why
+_PUBLISH = (
+    _EVENT
+    + """
+if redis.call('EXISTS', KEYS[1]) == 0 then return {-2, ''} end
+local current = redis.call('HGET', KEYS[1], 'current') or ''
+if redis.call('HEXISTS', KEYS[2], ARGV[3]) == 1 then return {0, current} end
+if ARGV[6] ~= '*' and current ~= ARGV[6] then return {-1, current} end
+redis.call('HSET', KEYS[2], ARGV[3], ARGV[4])
+if ARGV[5] == '1' then
+  redis.call('HSET', KEYS[1], 'current', ARGV[3], 'quality', ARGV[7])
+  tell('adapter_published', ARGV[2], ARGV[3], ARGV[8])
+else
+  tell('adapter_kept', ARGV[2], ARGV[3], ARGV[8])
+end
+return {1, current}
+"""
+)
+# [3] version, [4] quality, [5] why
+_MAKE_CURRENT = (
+    _EVENT
+    + """
+if redis.call('HEXISTS', KEYS[2], ARGV[3]) == 0 then return 0 end
+redis.call('HSET', KEYS[1], 'current', ARGV[3], 'quality', ARGV[4])
+tell('adapter_rollback', ARGV[2], ARGV[3], ARGV[5])
+return 1
+"""
+)
+# [3] '' for the whole adapter or a version, [4] why
+_FORGET = (
+    _EVENT
+    + """
+if ARGV[3] == '' then
+  local found = redis.call('DEL', KEYS[1], KEYS[2])
+  redis.call('SREM', KEYS[4], ARGV[2])
+  if found > 0 then tell('adapter_forgotten', ARGV[2], '', ARGV[4]) end
+  return found
+end
+if redis.call('HGET', KEYS[1], 'current') == ARGV[3] then return -1 end
+local found = redis.call('HDEL', KEYS[2], ARGV[3])
+if found > 0 then tell('adapter_version_forgotten', ARGV[2], ARGV[3], ARGV[4]) end
+return found
+"""
+)
+
+
+class AdapterRegistry:
+    """Reads and changes the registry; one object a process. Disk work runs in a thread."""
+
+    def __init__(self, redis: Redis, data_dir: Path) -> None:
+        self._redis = redis
+        self.data_dir = data_dir
+
+    def folder(self, name: str, version: str) -> Path:
+        """Where a version's files lie. Raises adapter_files.BadName."""
+        return adapter_files.folder(self.data_dir, name, version)
+
+    async def register(
+        self,
+        name: str,
+        *,
+        base: str,
+        rank: int,
+        lora_alpha: float = 0.0,
+        tenant: str = "",
+        source: str = "",
+    ) -> bool:
+        """Make the adapter known; False if it was, with the same base and tenant.
+
+        Raises Conflict when the name belongs to another base or tenant, adapter_files.BadName.
+        """
+        fields = {
+            "name": adapter_files.check_name(name),
+            "base": base,
+            "rank": str(rank),
+            "lora_alpha": str(lora_alpha),
+            "tenant": tenant,
+            "source": source,
+            "quality": "1.0",
+        }
+        flat = [item for pair in fields.items() for item in pair]
+        made, found_base, found_tenant = await self._run(_REGISTER, name, *flat)
+        if made == 0 and found_tenant.decode() != tenant:
+            raise Conflict(f"adapter {name!r} exists and belongs to another tenant")
+        if made == 0 and found_base.decode() != base:
+            raise Conflict(f"adapter {name!r} exists for base model {found_base.decode()!r}")
+        return bool(made)
+
+    async def publish(
+        self,
+        name: str,
+        entry: AdapterVersion,
+        *,
+        promote: bool = True,
+        expected: str | None = None,
+        why: str = "",
+    ) -> bool:
+        """Add a version and (unless ``promote`` is False) make it current, in one step.
+
+        False when that version exists already: nothing is changed. ``expected`` names the
+        version that must be current ("" = none). Raises Unknown, Conflict, BadName.
+        """
+        adapter_files.check_name(entry.version)
+        if entry.created == 0.0:
+            seconds, micros = await self._redis.time()
+            entry = msgspec.structs.replace(entry, created=seconds + micros / 1e6)
+        entry = msgspec.structs.replace(entry, promoted=promote)
+        done, current = await self._run(
+            _PUBLISH,
+            name,
+            entry.version,
+            msgspec.json.encode(entry),
+            "1" if promote else "0",
+            "*" if expected is None else expected,
+            str(entry.quality),
+            why or entry.note,
+        )
+        if done == -2:
+            raise Unknown(f"no adapter {name!r} is registered")
+        if done == -1:
+            raise Conflict(
+                f"adapter {name!r}: version {expected or 'none'!r} was expected to be current, "
+                f"{current.decode() or 'none'!r} is"
+            )
+        return bool(done)
+
+    async def rollback(self, name: str, to: str | None = None, *, why: str = "") -> AdapterVersion:
+        """Make ``to`` (default: the current version's parent) current; its quality comes back.
+
+        Raises Unknown; Conflict when the current version has no parent.
+        """
+        if to is None:
+            current = await self.current(name)
+            if current is None or not current.parent:
+                raise Conflict(f"adapter {name!r} has no earlier version to go back to")
+            to = current.parent
+        entry = await self.version(name, to)
+        if not await self._run(_MAKE_CURRENT, name, to, str(entry.quality), why):
+            raise Unknown(f"adapter {name!r} has no version {to!r}")
+        return entry
+
+    async def get(self, name: str) -> Adapter | None:
+        raw = await self._redis.hgetall(names.adapter(name))
+        values = {k.decode(): v.decode() for k, v in raw.items()}
+        return msgspec.convert(values, Adapter, strict=False) if values else None
+
+    async def all(self, *, tenant: str | None = None, base: str | None = None) -> list[Adapter]:
+        """All adapters by name; ``tenant`` keeps that tenant's own and everybody's."""
+        found = []
+        for raw in sorted(await self._redis.smembers(names.ADAPTERS)):
+            adapter = await self.get(raw.decode())
+            if adapter is None or (base is not None and adapter.base != base):
+                continue
+            if tenant is None or adapter.tenant in ("", tenant):
+                found.append(adapter)
+        return found
+
+    async def version(self, name: str, version: str) -> AdapterVersion:
+        """One version's entry. Raises Unknown."""
+        raw = await self._redis.hget(names.adapter_versions(name), version)
+        if raw is None:
+            raise Unknown(f"adapter {name!r} has no version {version!r}")
+        return msgspec.json.decode(raw, type=AdapterVersion)
+
+    async def versions(self, name: str) -> list[AdapterVersion]:
+        """All versions, oldest first."""
+        raw = await self._redis.hvals(names.adapter_versions(name))
+        entries = [msgspec.json.decode(item, type=AdapterVersion) for item in raw]
+        return sorted(entries, key=lambda e: (e.created, e.round, e.step, e.version))
+
+    async def current(self, name: str) -> AdapterVersion | None:
+        """The version new requests get; None: no adapter or no version yet."""
+        raw = await self._redis.hget(names.adapter(name), "current")
+        return await self.version(name, raw.decode()) if raw else None
+
+    async def current_of_base(self, base: str) -> dict[str, AdapterVersion]:
+        """What a replica of ``base`` loads before it serves: name -> current version."""
+        found = {}
+        for adapter in await self.all(base=base):
+            entry = await self.current(adapter.name)
+            if entry is not None:
+                found[adapter.name] = entry
+        return found
+
+    async def forget(self, name: str, *, why: str = "") -> bool:
+        """Remove an adapter, its versions and its files; False: there was none."""
+        found = await self._run(_FORGET, name, "", why)
+        await asyncio.to_thread(adapter_files.remove, self.data_dir, name)
+        return bool(found)
+
+    async def forget_version(self, name: str, version: str, *, why: str = "") -> bool:
+        """Remove one version and its files. Raises Conflict for the current one."""
+        found = await self._run(_FORGET, name, version, why)
+        if found == -1:
+            raise Conflict(f"version {version!r} of adapter {name!r} is current: it stays")
+        await asyncio.to_thread(adapter_files.remove, self.data_dir, name, version)
+        return bool(found)
+
+    async def prune(self, name: str, keep: int, in_use: frozenset[str] = frozenset()) -> list[str]:
+        """Retention: forget all but the newest ``keep`` common versions; returns the forgotten.
+
+        The current version, its parent, the first one, those ``in_use`` stay in any case; a
+        replica's own versions go once their round is older than the current one.
+        """
+        entries, current = await self.versions(name), await self.current(name)
+        if current is None:
+            return []
+        common = [e.version for e in entries if not e.replica]
+        stay = {current.version, current.parent, *in_use, *common[:1], *common[-keep:]}
+        stay |= {e.version for e in entries if e.replica and e.round >= current.round}
+        gone = [e.version for e in entries if e.version not in stay]
+        for version in gone:
+            await self.forget_version(name, version, why=f"retention: {keep} versions are kept")
+        return gone
+
+    async def _run(self, script: str, name: str, *args: str | bytes) -> list[bytes]:
+        keys = (names.adapter(name), names.adapter_versions(name), names.EVENTS, names.ADAPTERS)
+        result: list[bytes] = await self._redis.eval(
+            script, len(keys), *keys, str(EVENTS_MAXLEN), adapter_files.check_name(name), *args
+        )
+        return result
+
+
+async def replicas_serving(redis: Redis, name: str) -> dict[str, str]:
+    """Replica id -> version of adapter ``name`` in its record (what it gives new requests)."""
+    found = {}
+    for raw in sorted(await redis.smembers(names.REPLICAS)):
+        adapters = await redis.hget(names.replica(raw.decode()), "adapters")
+        held = orjson.loads(adapters) if adapters else {}
+        if name in held:
+            found[raw.decode()] = str(held[name])
+    return found
