@@ -80,7 +80,7 @@ def load(folder: Path) -> ChatTokenizer:
     config = _read_json(folder / "tokenizer_config.json")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as e:  # noqa: BLE001 - the library raises bare Exception; re-raised as ours
+    except Exception as e:  # the library raises bare Exception
         raise ChatError(f"{path}: not a tokenizer: {e}") from e
     special = {
         key: value["content"] if isinstance(value, dict) else value
