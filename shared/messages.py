@@ -209,6 +209,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     output_tokens: int
     reason: str  # finish reason, or "failed"
+    started: float = 0.0  # Redis seconds; 0: never
+    first_token: float = 0.0
 
 
 class StepSample(Message, frozen=True, kw_only=True, tag="step_sample", omit_defaults=True):

@@ -17,6 +17,7 @@ GROUP_COORDINATOR = "coordinator"
 METRICS = PREFIX + "metrics"
 EVENTS = PREFIX + "events"
 DEAD_LETTERS = PREFIX + "dead-letters"
+DECISIONS = PREFIX + "decisions"  # stream: each release with its numbers, for `collm why`
 MODELS = PREFIX + "models"  # set of served model names
 REPLICAS = PREFIX + "replicas"  # set of replica ids ever seen and not forgotten
 GATEWAYS = PREFIX + "gateways"  # set of gateway ids whose reply stream may exist

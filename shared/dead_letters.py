@@ -1,0 +1,37 @@
+"""What could not be processed goes here, with its bytes and the reason; the consumer lives on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from redis.asyncio import Redis
+
+from shared import names
+
+MAXLEN = 10_000
+FIELD = b"field:"  # prefix of the original entry's fields, so that it can be queued again
+
+
+async def bury(
+    redis: Redis,
+    stream: str,
+    group: str | None,
+    entry_id: bytes | str,
+    fields: Mapping[bytes, bytes],
+    reason: str,
+    *,
+    by: str,
+) -> None:
+    """Move a stream entry to ``dead-letters`` in one transaction (ack and deletion included).
+
+    ``group`` None: the stream is read without a group. ``by`` names the process that gave up.
+    """
+    letter: dict[bytes | str, bytes | str] = {"stream": stream, "reason": reason, "by": by}
+    letter["entry"] = entry_id
+    letter.update({FIELD + name: value for name, value in fields.items()})
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.xadd(names.DEAD_LETTERS, letter, maxlen=MAXLEN, approximate=True)
+        if group is not None:
+            pipe.xack(stream, group, entry_id)
+        pipe.xdel(stream, entry_id)
+        await pipe.execute()
