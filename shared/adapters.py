@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import orjson
@@ -298,12 +299,11 @@ class AdapterRegistry:
             await self.forget_version(name, version, why=f"retention: {keep} versions are kept")
         return gone
 
-    async def _run(self, script: str, name: str, *args: str | bytes) -> list[bytes]:
+    async def _run(self, script: str, name: str, *args: str | bytes) -> Any:
         keys = (names.adapter(name), names.adapter_versions(name), names.EVENTS, names.ADAPTERS)
-        result: list[bytes] = await self._redis.eval(
+        return await self._redis.eval(
             script, len(keys), *keys, str(EVENTS_MAXLEN), adapter_files.check_name(name), *args
         )
-        return result
 
 
 async def replicas_serving(redis: Redis, name: str) -> dict[str, str]:
