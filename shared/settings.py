@@ -87,6 +87,12 @@ def from_environment(cls: type[S], **overrides: Any) -> S:
     return load(cls, os.environ, **overrides)
 
 
+def user_cache() -> Path:
+    """Folder for what can be fetched again: ``$XDG_CACHE_HOME/collm`` or ``~/.cache/collm``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "collm"
+
+
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}

@@ -1,0 +1,5 @@
+"""``python -m collm`` is ``collm``."""
+
+from collm.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Commands of ``collm``: one file a noun; each exposes ``register(app)``."""
