@@ -80,12 +80,28 @@ class Engine(Protocol):
         """Set the concurrency limit (1 to b_max); running requests are never dropped for it."""
         ...
 
-    def load_adapter(self, name: str, version: str, path: str) -> None:
-        """Serve this PEFT folder as ``name`` from the next step on. Raises AdapterError."""
+    def load_adapter(self, name: str, version: str, path: str, *, current: bool = True) -> None:
+        """Serve this PEFT folder as ``name`` from the next step on. Raises AdapterError.
+
+        ``current=False`` makes a version ready for requests pinned to it and leaves the version
+        that new requests get as it is. Loading a resident version again only makes it current.
+        May be called in a thread; the loop calls nothing else meanwhile.
+        """
+        ...
+
+    def has_adapter(self, name: str, version: str | None = None) -> bool:
+        """Whether a request for ``name`` (pinned to ``version``, if given) can start at once.
+
+        False for a version that was moved out: the loop loads it again from disk.
+        """
         ...
 
     def unload_adapter(self, name: str) -> bool:
         """Refuse new requests for it; running ones finish. False: not loaded."""
+        ...
+
+    def use_threads(self, count: int) -> None:
+        """Compute the next step with at most ``count`` threads; called before each step."""
         ...
 
     def status(self) -> EngineStatus: ...
