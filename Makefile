@@ -1,0 +1,83 @@
+# Everything a person or CI does with this repository. `make help` lists the targets.
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+# Further arguments: `make up ARGS="--replicas 1"`, `make test ARGS="-k queues"`.
+ARGS ?=
+# Where pip takes torch from, when its default is not wanted: TORCH_ARGS="--index-url …".
+TORCH_ARGS ?=
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lock up test lint types check format test-gpu bench bench-peers-setup figures \
+	chaos soak docs compose clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
+
+setup: $(STAMP) ## virtual environment with the pinned packages
+
+# torch goes first and alone: were it resolved with the rest, pip could pick another build of it.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11; name another: make PYTHON=python3.12 …" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "Python's venv module is missing; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(TORCH_ARGS) "$$(grep '^torch==' requirements.lock)"
+	$(BIN)/python -m pip install -r requirements.lock
+	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
+	@touch $@
+
+lock: ## write requirements.lock from what is installed now
+	@$(BIN)/python -m tools.lock > requirements.lock.new && mv requirements.lock.new requirements.lock
+
+up: $(STAMP) ## the whole system on this machine; Ctrl-C stops it
+	@exec $(BIN)/collm up $(ARGS)
+
+test: $(STAMP) ## the whole test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(STAMP) ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(STAMP) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP) ## mypy --strict
+	$(BIN)/mypy
+
+check: lint types test ## what CI runs
+
+# Each prints one JSON line last; see docs/performance.md.
+BENCHES := control engine sharing federated dispatch policies sim
+.PHONY: $(addprefix bench-,$(BENCHES))
+$(addprefix bench-,$(BENCHES)): bench-%: $(STAMP)
+	$(BIN)/python -m bench.$* $(ARGS)
+
+bench-peers-setup: $(STAMP) ## environments of the engines that `bench-engine` compares with
+	$(BIN)/python -m bench.peers_setup $(ARGS)
+
+bench: $(STAMP) ## every benchmark, one table and one JSON line
+	$(BIN)/python -m bench.all $(ARGS)
+
+figures: $(STAMP) ## the evaluation's figures
+	$(BIN)/python -m sim.figures $(ARGS)
+
+chaos: $(STAMP) ## random kills under load
+	$(BIN)/python -m bench.chaos $(ARGS)
+
+soak: $(STAMP) ## hours of load, memory and streams watched
+	$(BIN)/python -m bench.soak $(ARGS)
+
+docs: $(STAMP) ## the documentation as a site in site/
+	$(BIN)/mkdocs build --strict
+
+clean: ## remove the virtual environment and what tools left (data/ stays)
+	rm -rf $(VENV) site build .pytest_cache .mypy_cache .ruff_cache .hypothesis
