@@ -1,10 +1,10 @@
 """Aggregation of LoRA updates: one plain function a strategy over named NumPy tensors.
 
-The weight change of a module is (lora_alpha / rank) B A (names: ``shared.factors``). Sums run in float64 in the order of the
-clients' ids, so a permutation of the clients changes no bit and one client alone comes back
-bit-equal. Sources: FedAvg (McMahan 2017) as FedIT uses it for LoRA, FedProx (Li 2020), FedAdam
-(Reddi 2021), FFA-LoRA (Sun 2024), RoLoRA (Chen 2024), FlexLoRA (Bai 2024), coordinate median
-and trimmed mean (Yin 2018).
+The weight change of a module is (lora_alpha / rank) B A (names: ``shared.factors``). Sums run
+in float64 in the order of the clients' ids, so a permutation of the clients changes no bit and
+one client alone comes back bit-equal. Sources: FedAvg (McMahan 2017) as FedIT uses it for LoRA,
+FedProx (Li 2020), FedAdam (Reddi 2021), FFA-LoRA (Sun 2024), RoLoRA (Chen 2024), FlexLoRA (Bai
+2024), coordinate median and trimmed mean (Yin 2018).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class AggregationError(ValueError):
 
 
 def factor(name: str) -> str:
-    """Which factor a tensor is, "A" or "B". Raises AggregationError for a tensor that is no LoRA factor."""
+    """Which factor a tensor is, "A" or "B". Raises AggregationError if it is neither."""
     if _A in name:
         return "A"
     if _B in name:
