@@ -87,10 +87,26 @@ def from_environment(cls: type[S], **overrides: Any) -> S:
     return load(cls, os.environ, **overrides)
 
 
+def client_key() -> str | None:
+    """The key that this project's own clients send: COLLM_API_KEY, else OPENAI_API_KEY."""
+    return client_variable("COLLM_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
+
+
 def user_cache() -> Path:
     """Folder for what can be fetched again: ``$XDG_CACHE_HOME/collm`` or ``~/.cache/collm``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "collm"
+
+
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with ``changes``, for a child process."""
+    return {**os.environ, **changes}
+
+
+def client_variable(name: str) -> str | None:
+    """A variable of client commands (one of ``OTHER_VARIABLES``); None when unset or empty."""
+    assert name in OTHER_VARIABLES, name
+    return os.environ.get(name) or None
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
