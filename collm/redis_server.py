@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+from collm.parent import die_with_parent
+
 log = logging.getLogger(__name__)
 
 
@@ -82,7 +84,9 @@ class RedisServer:
             *("--maxmemory-policy", "noeviction", "--logfile", str(log_path)),
             *("--daemonize", "no"),
         ]
-        self._process = subprocess.Popen(command, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, start_new_session=True, preexec_fn=die_with_parent(signal.SIGTERM)
+        )
         self._await_answer(timeout, log_path)
 
     def _take_lock(self) -> IO[str]:
@@ -113,6 +117,11 @@ class RedisServer:
                 pass  # not listening yet; the loop is bounded
             time.sleep(0.02)
         raise NoRedis(f"redis-server on port {self.port} did not answer in {timeout:.0f} s")
+
+    def wait(self) -> int:
+        """Block until the server ends; returns its exit code (negative: the signal)."""
+        assert self._process is not None, "not started"
+        return self._process.wait()
 
     def kill(self) -> None:
         """kill -9, as a crash does; the folder stays locked for a restart by ``start``."""

@@ -1,0 +1,121 @@
+"""What runs and with which environment: plain data from settings and resolved models."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from collm.models import Model
+from collm.up.settings import UpSettings
+
+
+class BadPlan(ValueError):
+    """The options contradict one another; the message says which and how to mend it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One child process: ``python -m module`` with these variables added."""
+
+    name: str
+    module: str
+    environment: dict[str, str] = field(default_factory=dict)
+    vital: bool = False  # without it nothing is answered: giving it up ends the system
+
+
+@dataclass(frozen=True)
+class Served:
+    """A base model with its public name and the number of its replicas."""
+
+    name: str
+    model: Model
+    replicas: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Parts in the order in which they start; they stop in the order of ``stops``."""
+
+    parts: tuple[Part, ...]
+    served: tuple[Served, ...]
+
+    def stops(self) -> tuple[tuple[str, ...], ...]:
+        """Names by the order of stopping; those of one group stop together."""
+        replicas = tuple(p.name for p in self.parts if p.module == "services.replica")
+        rest = {p.name for p in self.parts} - set(replicas)
+        order = ("gateway", "dispatcher", "launcher", "coordinator")
+        return (*((name,) for name in order if name in rest), replicas)
+
+
+def split(entry: str) -> tuple[str, int | None]:
+    """``NAME[:REPLICAS]``; a colon that no number follows belongs to the name."""
+    name, colon, count = entry.rpartition(":")
+    if not colon or not count.isdigit():
+        return entry, None
+    if int(count) < 1:
+        raise BadPlan(f"--model {entry}: at least one replica expected")
+    return name, int(count)
+
+
+def serve(settings: UpSettings, found: Sequence[Model]) -> tuple[Served, ...]:
+    """Public names and replica counts of the models, in their order. Raises BadPlan."""
+    names = settings.served_model_names
+    if len(names) > len(found):
+        raise BadPlan(f"{len(names)} served model names for {len(found)} models")
+    served = []
+    for i, (entry, model) in enumerate(zip(settings.models, found, strict=True)):
+        count = split(entry)[1] or settings.replicas
+        served.append(Served(names[i] if i < len(names) else model.name, model, count))
+    if len({s.name for s in served}) < len(served):
+        raise BadPlan("two models have one public name; tell them apart by --served-model-name")
+    return tuple(served)
+
+
+def plan(settings: UpSettings, served: tuple[Served, ...], data: Path, redis_url: str) -> Plan:
+    """The processes of the whole system. ``data`` is absolute."""
+    common = {
+        "COLLM_REDIS_URL": redis_url,
+        "COLLM_DATA_DIR": str(data),
+        "COLLM_LOG_LEVEL": settings.log_level,
+        "COLLM_LOG_FORMAT": settings.log_format,
+    }
+    gateway = {"COLLM_GATEWAY_HOST": settings.host, "COLLM_GATEWAY_PORT": str(settings.port)}
+    dispatcher = {"COLLM_DISPATCHER_PORT": "0"}
+    if settings.policy is not None:
+        dispatcher["COLLM_DISPATCHER_POLICY"] = settings.policy
+    parts = [
+        Part("gateway", "services.gateway", {**common, **gateway}, vital=True),
+        Part("dispatcher", "services.dispatcher", {**common, **dispatcher}, vital=True),
+        *(Part(r, "services.replica", {**common, **e}) for r, e in _replicas(settings, served)),
+    ]
+    if settings.train:
+        parts += [Part(name, f"services.{name}", common) for name in _trainers()]
+    return Plan(tuple(parts), served)
+
+
+def _replicas(settings: UpSettings, served: tuple[Served, ...]) -> list[tuple[str, dict[str, str]]]:
+    """(id, variables) of each replica; ids count through all models."""
+    found: list[tuple[str, dict[str, str]]] = []
+    training = settings.train and bool(_trainers())
+    for one in served:
+        for _ in range(one.replicas):
+            name = f"replica-{len(found)}"
+            variables = {
+                "COLLM_REPLICA_ID": name,
+                "COLLM_REPLICA_MODEL": one.name,
+                "COLLM_REPLICA_MODEL_PATH": str(one.model.path),
+                "COLLM_REPLICA_ENGINE": settings.engine,
+                "COLLM_REPLICA_TRAINING": str(training).lower(),
+            }
+            if settings.profile is not None:
+                variables["COLLM_REPLICA_PROFILE"] = settings.profile
+            found.append((name, variables))
+    return found
+
+
+def _trainers() -> tuple[str, ...]:
+    """The services that decide on training, as far as this installation has them."""
+    names = ("launcher", "coordinator")
+    return tuple(n for n in names if importlib.util.find_spec(f"services.{n}.__main__"))
