@@ -106,3 +106,13 @@ def session(session_id: str) -> str:
 
 
 SESSIONS = PREFIX + "sessions"  # set of session ids not yet ended
+
+
+def group(group_id: str) -> str:
+    """Hash: rendezvous of one exchange's process group; expires."""
+    return f"{PREFIX}group:{group_id}"
+
+
+def group_news(group_id: str) -> str:
+    """Stream: a key of the rendezvous hash was set, so that waiting ranks wake up; expires."""
+    return f"{PREFIX}group:{group_id}:news"
