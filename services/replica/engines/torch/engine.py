@@ -1,0 +1,363 @@
+"""TorchEngine: the serving loop's engine that computes. One step = schedule, compute, choose."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.replica.adapters import AdapterSpec
+from services.replica.engines.base import EngineStatus, Rejected, StepReport
+from services.replica.engines.torch.backends import Loaded, load_backend
+from services.replica.engines.torch.kv import PAGE, PagePool
+from services.replica.engines.torch.lora import Adapter, AdapterStore
+from services.replica.engines.torch.sampling import Row, choose, needs_logits
+from services.replica.engines.torch.scheduler import Scheduler, Sequence, Work
+from services.replica.engines.torch.step import Step
+from shared.clock import Now
+from shared.lifetime import Stamp
+from shared.messages import Finished, Generate, Output, TokenLogprobs
+from shared.records import ModelCard
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request in the engine."""
+
+    request: Generate
+    sequence: Sequence
+    adapter: Adapter | None
+    seed: int
+    stops: frozenset[int]
+    stamps: dict[str, float] = field(default_factory=dict)
+    pages: int = 0  # of ``table`` that are filled
+    table: np.ndarray[tuple[int], np.dtype[np.int32]] = field(
+        default_factory=lambda: np.zeros(0, np.int32)
+    )
+
+    @property
+    def made(self) -> int:
+        """Tokens of the answer so far, those of earlier attempts included."""
+        return len(self.sequence.tokens) - self.sequence.prompt
+
+
+class TorchEngine:
+    """See ``services.replica.engines.base.Engine``. Build it with ``load``."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        loaded: Loaded,
+        *,
+        kv_tokens: int,
+        b_max: int,
+        max_step_tokens: int,
+        prefix_cache: bool,
+        clock: Now,
+    ) -> None:
+        self.card, self.b_max = card, b_max
+        self.backend = loaded.backend
+        self.pool = PagePool(kv_tokens // PAGE, reuse=prefix_cache and loaded.backend.reuse)
+        self.scheduler = Scheduler(self.pool, b=b_max, max_step_tokens=max_step_tokens)
+        self.adapters = AdapterStore(
+            loaded.shapes, loaded.dtype, loaded.device, dropped=self.pool.drop
+        )
+        self._clock = clock
+        self._requests: dict[str, _Running] = {}
+        self._cancelled: list[Finished] = []
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="engine")
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        name: str,
+        dtype: str = "auto",
+        threads: int | None = None,
+        kv_tokens: int = 16384,
+        b_max: int = 64,
+        max_step_tokens: int = 512,
+        prefix_cache: bool = True,
+        weights: str = "shared",
+        kernels: str = "auto",
+        clock: Now = time.time,
+    ) -> TorchEngine:
+        """An engine over the model in ``folder`` (config.json, safetensors).
+
+        ``dtype``: auto | bfloat16 | float32. ``threads``: compute threads (None: all cores).
+        ``kv_tokens``: size of the KV memory. ``max_step_tokens``: tokens computed in one step,
+        so that a long prompt is cut into chunks. ``weights``: shared (one mapped copy) or
+        packed (a second, private copy in the kernels' order). ``kernels``: auto | native |
+        torch. Raises WeightsError.
+        """
+        loaded = load_backend(
+            Path(folder),
+            dtype=dtype,
+            threads=threads or torch.get_num_threads(),
+            pages=kv_tokens // PAGE,
+            weights=weights,
+            kernels=kernels,
+        )
+        card = ModelCard(
+            name=name,
+            path=str(folder),
+            context=loaded.context,
+            vocabulary=loaded.vocabulary,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            created=clock(),
+        )
+        return cls(
+            card,
+            loaded,
+            kv_tokens=kv_tokens,
+            b_max=b_max,
+            max_step_tokens=max_step_tokens,
+            prefix_cache=prefix_cache,
+            clock=clock,
+        )
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, request: Generate) -> None:
+        self._check(request)
+        adapter = None
+        if request.adapter is not None:
+            adapter = self.adapters.acquire(request.adapter, request.adapter_version)
+        sequence = Sequence(
+            id=request.id,
+            tokens=[*request.prompt, *request.generated],
+            adapter=adapter.uid if adapter else 0,
+            prompt=len(request.prompt),
+        )
+        sampling = request.sampling
+        seed = sampling.seed
+        if seed is None:  # from the id, so that a second attempt goes on as the first would
+            seed = int.from_bytes(hashlib.blake2b(request.id.encode(), digest_size=8).digest())
+        self._requests[request.id] = _Running(
+            request, sequence, adapter, seed, frozenset(sampling.stop_token_ids)
+        )
+        self.scheduler.add(sequence)
+
+    def _check(self, request: Generate) -> None:
+        """Raises Rejected for what can never be served."""
+        if request.id in self._requests:
+            raise Rejected(f"request {request.id} is here already", status=409, code="duplicate")
+        if not request.prompt:
+            raise Rejected("the prompt is empty", param="prompt")
+        tokens = [*request.prompt, *request.generated]
+        if not 0 <= min(tokens) <= max(tokens) < self.card.vocabulary:
+            raise Rejected(f"token ids run from 0 to {self.card.vocabulary - 1}", param="prompt")
+        wanted = request.sampling.max_tokens
+        if wanted <= len(request.generated):
+            raise Rejected(f"max_tokens is {wanted}: nothing is left to do", param="max_tokens")
+        total = len(request.prompt) + wanted
+        if total > self.card.context:
+            raise Rejected(
+                f"{len(request.prompt)} prompt tokens and {wanted} to generate are more than the "
+                f"model's context of {self.card.context}",
+                code="context_length_exceeded",
+                param="max_tokens",
+            )
+        if -(-total // PAGE) > self.pool.pages:
+            raise Rejected(
+                f"{total} tokens never fit into the KV memory of {self.pool.pages * PAGE}",
+                code="context_length_exceeded",
+                param="max_tokens",
+            )
+
+    def cancel(self, request_id: str) -> bool:
+        running = self._requests.get(request_id)
+        if running is None:
+            return False
+        self._end(running)
+        self._cancelled.append(_finished(running, "cancelled"))
+        return True
+
+    def _end(self, running: _Running) -> None:
+        """Its memory is free; its adapter's version too, after the last user."""
+        del self._requests[running.request.id]
+        self.scheduler.remove(running.sequence)
+        self.backend.forget(running.request.id)
+        if running.adapter is not None:
+            self.adapters.release(running.adapter)
+
+    # ------------------------------------------------------------ stepping
+
+    def has_work(self) -> bool:
+        return bool(self._requests or self._cancelled)
+
+    async def step(self) -> StepReport:
+        if not self._requests:
+            return StepReport(finished=self._take_cancelled())
+        return await asyncio.get_running_loop().run_in_executor(self._worker, self.step_now)
+
+    def step_now(self) -> StepReport:
+        """``step`` in this thread."""
+        begin = time.perf_counter()
+        finished = list(self._take_cancelled())
+        work = self.scheduler.schedule()
+        if not work:
+            return StepReport(finished=tuple(finished))
+        self._stamp_started(work)
+        chosen = self._compute(work)
+        self.scheduler.computed(work)
+        outputs = self._deliver(chosen, finished)
+        decodes = sum(1 for w in work if w.count == 1 and w.last)
+        return StepReport(
+            outputs=outputs,
+            finished=tuple(finished),
+            seconds=time.perf_counter() - begin,
+            b=len(work),
+            prefill_tokens=sum(w.count for w in work) - decodes,
+            decode_tokens=decodes,
+        )
+
+    def _take_cancelled(self) -> tuple[Finished, ...]:
+        cancelled, self._cancelled = tuple(self._cancelled), []
+        return cancelled
+
+    def _stamp_started(self, work: list[Work]) -> None:
+        now = self._clock()
+        for item in work:
+            self._requests[item.sequence.id].stamps.setdefault(Stamp.STARTED, now)
+
+    def _compute(self, work: list[Work]) -> list[tuple[_Running, int, TokenLogprobs | None]]:
+        """Run the step; a token for each sequence whose tokens are all computed."""
+        running = [self._requests[w.sequence.id] for w in work]
+        choosing = [(r, w) for r, w in zip(running, work, strict=True) if w.last]
+        full = [needs_logits(r.request.sampling, r.made) for r, _ in choosing]
+        result = self.backend.forward(self._arrays(work, running, full))
+        tokens: list[int] = result.best.tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if result.logits is not None:
+            at = [i for i, f in enumerate(full) if f]
+            rows = [self._row(choosing[i][0]) for i in at]
+            for i, token, line in zip(at, *choose(result.logits, rows), strict=True):
+                tokens[i], logprobs[i] = token, line
+        return [
+            (r, token, line) for (r, _), token, line in zip(choosing, tokens, logprobs, strict=True)
+        ]
+
+    def _arrays(self, work: list[Work], running: list[_Running], full: list[bool]) -> Step:
+        starts = np.zeros(len(work) + 1, np.int32)
+        np.cumsum([w.count for w in work], out=starts[1:])
+        tokens: list[int] = []
+        for w in work:
+            tokens += w.sequence.tokens[w.begin : w.begin + w.count]
+        tables = np.zeros((len(work), max(len(w.sequence.pages) for w in work)), np.int32)
+        for i, (r, w) in enumerate(zip(running, work, strict=True)):
+            pages = w.sequence.pages
+            tables[i, : len(pages)] = pages
+        last = np.array([w.last for w in work], dtype=np.bool_)
+        return Step(
+            tokens=np.array(tokens, np.int32),
+            starts=starts,
+            begins=np.array([w.begin for w in work], np.int32),
+            tables=tables,
+            adapters=[r.adapter for r in running],
+            logit_rows=(starts[1:] - 1)[last].astype(np.int32),
+            full=np.array(full, np.bool_),
+            ids=[w.sequence.id for w in work],
+        )
+
+    def _row(self, running: _Running) -> Row:
+        sequence = running.sequence
+        return Row(
+            running.request.sampling,
+            running.seed,
+            running.made,
+            sequence.tokens[: sequence.prompt],
+            sequence.tokens[sequence.prompt :],
+        )
+
+    def _deliver(
+        self,
+        chosen: list[tuple[_Running, int, TokenLogprobs | None]],
+        finished: list[Finished],
+    ) -> tuple[tuple[str, Output], ...]:
+        """Append the tokens and make the outputs; sequences that end leave."""
+        now = self._clock()
+        outputs = []
+        for running, token, line in chosen:
+            request, offset = running.request, running.made
+            running.stamps.setdefault(Stamp.FIRST_TOKEN, now)
+            running.sequence.tokens.append(token)
+            reason = None
+            if token in running.stops:
+                reason = "stop"
+            elif running.made >= request.sampling.max_tokens:
+                reason = "length"
+            if reason is not None:
+                running.stamps[Stamp.FINISHED] = now
+                self._end(running)
+                finished.append(_finished(running, reason))
+            output = Output(
+                id=request.id,
+                attempt=request.attempt,
+                offset=offset,
+                tokens=(token,),
+                logprobs=() if line is None else (line,),
+                finish=reason,
+                adapter_version=running.adapter.version if running.adapter else None,
+                stamps=running.stamps if reason else {},
+                cached_tokens=running.sequence.reused,
+            )
+            outputs.append((request.gateway, output))
+        return tuple(outputs)
+
+    # ------------------------------------------------------------ control
+
+    def configure(self, *, b: int) -> None:
+        if not 1 <= b <= self.b_max:
+            raise ValueError(f"b = {b}: from 1 to {self.b_max} expected")
+        self.scheduler.b = b
+
+    def load_adapter(self, name: str, version: str, path: str) -> None:
+        self.adapters.load(name, version, path)
+
+    def load_adapter_tensors(
+        self,
+        name: str,
+        version: str,
+        tensors: Mapping[str, Tensor],
+        spec: AdapterSpec,
+        path: str | None = None,
+    ) -> None:
+        """Serve tensors under PEFT's names (copied) as a version; raises AdapterError.
+
+        ``path``: the folder the same version is written to, for when it leaves memory.
+        """
+        self.adapters.load_tensors(name, version, tensors, spec, path)
+
+    def unload_adapter(self, name: str) -> bool:
+        return self.adapters.unload(name)
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_used=self.pool.held * PAGE,
+            kv_total=self.pool.pages * PAGE,
+            b_limit=self.scheduler.b,
+            adapters=dict(self.adapters.current),
+        )
+
+    def close(self) -> None:
+        self._worker.shutdown()
+
+
+def _finished(running: _Running, reason: str) -> Finished:
+    request = running.request
+    return Finished(request.id, request.attempt, len(request.prompt), running.made, reason)
