@@ -116,7 +116,7 @@ class ShadowWriter:
         Returns the publication's number. A version that is larger than the buffers gets a new
         file in place of the old one. Raises ShadowError for a card that is too long.
         """
-        data = memoryview(np.ascontiguousarray(flat, dtype=np.float32)).cast("B")
+        data = np.ascontiguousarray(flat, dtype=np.float32).view(np.uint8).data
         text = msgspec.msgpack.encode(card)
         if len(text) > _CARD_BYTES:
             raise ShadowError(f"{card.name} {card.version}: description of {len(text)} bytes")

@@ -102,14 +102,17 @@ class Slots:
 
     # ------------------------------------------------------------ training
 
-    def try_acquire_training(self, wanted: int = 1) -> Lease | None:
+    def try_acquire_training(self, wanted: int = 1, *, leave_first: bool = True) -> Lease | None:
         """Up to ``wanted`` slots for training; None when there are none or serving waits.
 
-        Leaves the first slot to serving unless the host has only one.
+        Leaves the first slot to serving unless the host has only one. A caller whose replica
+        has nothing to serve may take it too (``leave_first=False``), if it looks at
+        ``inference_waits`` every few milliseconds.
         """
         if self.inference_waits():
             return None
-        files = self._take(self._paths[1:] or self._paths, wanted)
+        paths = self._paths[1:] if leave_first else [*self._paths[1:], self._paths[0]]
+        files = self._take(paths or self._paths, wanted)
         return Lease(files) if files else None
 
     # ------------------------------------------------------------ parts

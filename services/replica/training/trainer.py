@@ -35,6 +35,10 @@ class Gate(Protocol):
         """Book a finished micro-step (waits excluded)."""
         ...
 
+    def release(self) -> None:
+        """Give the compute slots back without booking anything (an evaluation)."""
+        ...
+
     def beside(self) -> int:
         """Requests that decode right now."""
         ...
@@ -50,6 +54,9 @@ class OpenGate:
         return 0.0
 
     def after_micro_step(self, seconds: float, samples: int, tokens: int) -> None:
+        return None
+
+    def release(self) -> None:
         return None
 
     def beside(self) -> int:
@@ -283,6 +290,7 @@ class Trainer:
                 self.gate.before_micro_step()
                 batch = collate(ordered[start : start + size]).to(self.adapter.device)
                 found, _ = losses(model, batch)
+                self.gate.release()
                 total, count = total + float(found.sum()), count + found.numel()
         return total / count
 

@@ -1,0 +1,187 @@
+"""What a training process keeps between jobs: the model, the data, its connections."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from redis import Redis
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from services.replica.control_block import ControlBlock
+from services.replica.shadow import ShadowWriter
+from services.replica.slots import Slots
+from services.replica.training import data
+from services.replica.training.config import WorkerConfig
+from services.replica.training.model import Adapter, LoraSpec, ModelError, build_base
+from services.replica.weights import open_fused
+from shared import adapter_files, chat, names, training_data
+from shared.messages import BODY, Message, encode
+from shared.redis_client import TRANSIENT
+from shared.rounds import Lora
+
+log = logging.getLogger(__name__)
+
+METRICS_MAXLEN = 100_000
+DATA_SUFFIXES = (".jsonl", ".json")
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One adapter's private data on this replica, tokenised."""
+
+    train: data.Encoded
+    heldout: data.Encoded
+    fingerprint: str
+    skipped: int = 0
+
+
+class TrainingContext:
+    """Built once a process, before the first job; nothing in it belongs to one job."""
+
+    def __init__(self, config: WorkerConfig, redis: Redis) -> None:
+        self.config, self.redis, self.settings = config, redis, config.training()
+        started = time.perf_counter()
+        self.block = ControlBlock.open(Path(config.control))
+        self.slots = Slots(Path(config.slots), config.slot_count)
+        self.tokenizer = chat.load(Path(config.folder))
+        weights = open_fused(config.folder, config.dtype, cache=config.cache or None)
+        if config.device != "cpu":
+            weights = weights.to(config.device)
+        self.base: nn.Module = build_base(Path(config.folder), weights.views)
+        self.weights = weights
+        self._adapter: Adapter | None = None
+        self._shadow: ShadowWriter | None = None
+        self._data: dict[tuple[str, int, float], DataSet] = {}
+        self._offset = 0.0
+        self.check: Callable[[], None] = _nothing  # raises when the present job must end
+        log.info(
+            "model ready in %.2f s, %.0f MB shared",
+            time.perf_counter() - started,
+            weights.nbytes / 1e6,
+        )
+
+    # ------------------------------------------------------------ time, metrics
+
+    def synchronise(self) -> None:
+        """Measure the offset to Redis time; called at the start of each job."""
+        before = time.monotonic()
+        seconds, micros = self.redis.time()
+        self._offset = seconds + micros / 1e6 - (before + time.monotonic()) / 2
+
+    def now(self) -> float:
+        """Redis seconds."""
+        return time.monotonic() + self._offset
+
+    def redis_time(self, monotonic: float) -> float:
+        return monotonic + self._offset
+
+    def metric(self, kind: str, sample: Message) -> None:
+        """Append to the metrics stream; a Redis that is away costs the sample, not the job."""
+        fields: dict[str | bytes, str | bytes] = {
+            "kind": kind,
+            "replica": self.config.replica,
+            "model": self.config.model,
+            "time": f"{self.now():.6f}",
+            BODY: encode(sample),
+        }
+        try:
+            self.redis.xadd(names.METRICS, fields, maxlen=METRICS_MAXLEN, approximate=True)
+        except TRANSIENT as e:
+            log.warning("a %s sample is lost: Redis is away (%s)", kind, e)
+
+    # ------------------------------------------------------------ adapter
+
+    def adapter(self, lora: Lora, name: str, seed: int = 0) -> Adapter:
+        """The one LoRA on the base, of the wanted shape; its weights are not reset."""
+        spec = LoraSpec(
+            r=lora.rank,
+            lora_alpha=lora.lora_alpha,
+            target_modules=tuple(lora.target_modules),
+            lora_dropout=self.settings.lora_dropout,
+        )
+        if self._adapter is not None and self._adapter.spec == spec:
+            return self._adapter
+        self.drop_adapter()
+        self._adapter = Adapter.attach(self.base, spec, name, seed)
+        return self._adapter
+
+    def fresh_adapter(self, lora: Lora, name: str, seed: int) -> Adapter:
+        """Like ``adapter``, but initialised anew: A random from ``seed``, B zero."""
+        self.drop_adapter()
+        return self.adapter(lora, name, seed)
+
+    def drop_adapter(self) -> None:
+        if self._adapter is not None:
+            self.base, self._adapter = self._adapter.detach(), None
+
+    def shadow(self) -> ShadowWriter:
+        """The shared memory to the serving side, with room for the configured rank."""
+        if self._shadow is None:
+            self._shadow = ShadowWriter(Path(self.config.shadow), capacity=1 << 22)
+        return self._shadow
+
+    # ------------------------------------------------------------ data
+
+    def data_folder(self, adapter: str) -> Path:
+        """Where this replica's private data of an adapter lies."""
+        return self.config.home / "data" / adapter_files.check_name(adapter)
+
+    def data_set(self, adapter: str, max_tokens: int, heldout: float) -> DataSet | None:
+        """The adapter's data, tokenised once; None when there is none here.
+
+        Raises training_data.DataError naming file and line.
+        """
+        folder = self.data_folder(adapter)
+        files = sorted(f for f in folder.glob("*") if f.suffix in DATA_SUFFIXES)
+        if not files:
+            return None
+        stamp = ";".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns}" for f in files)
+        key = (adapter, max_tokens, heldout)
+        cached = self._data.get(key)
+        if cached is None or cached.fingerprint != stamp:
+            cached = self._encode(files, max_tokens, heldout, stamp)
+            self._data[key] = cached
+        return cached
+
+    def _encode(self, files: list[Path], limit: int, heldout: float, stamp: str) -> DataSet:
+        chats: list[training_data.Chat] = []
+        skipped = 0
+        for file in files:
+            loaded = training_data.load(file, skip_broken=self.settings.skip_broken)
+            for error in loaded.skipped:
+                log.warning("skipped: %s", error)
+            chats += loaded.chats
+            skipped += len(loaded.skipped)
+        parts = training_data.split(chats, heldout)
+        name = ", ".join(f.name for f in files)
+        return DataSet(
+            train=data.encode(parts.train, self.tokenizer, limit, name),
+            heldout=data.encode(parts.heldout, self.tokenizer, limit, name),
+            fingerprint=stamp,
+            skipped=skipped,
+        )
+
+
+def _nothing() -> None:
+    """No job runs, so none is stopped."""
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a PEFT folder in fp32. Raises ModelError naming the file."""
+    path = folder / adapter_files.TENSOR_FILE
+    try:
+        return {name: t.to(torch.float32) for name, t in load_file(path).items()}
+    except (OSError, SafetensorError) as e:
+        raise ModelError(f"{path}: cannot be read: {e}") from e
+
+
+# The context of the job that this thread runs; set by the worker around each job.
+CONTEXT: ContextVar[TrainingContext] = ContextVar("training context")

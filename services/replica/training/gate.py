@@ -1,0 +1,182 @@
+"""When training may compute: limits from outside, slack of serving, compute slots of the host.
+
+Asked before each micro-step and at every layer inside it, so that training gives way within one
+layer's time. Waiting is polling of shared memory, a few hundred nanoseconds a look.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+import torch
+
+from services.replica.control_block import ControlBlock
+from services.replica.slots import Lease, Slots
+
+log = logging.getLogger(__name__)
+
+POLL = 0.001  # seconds between looks while waiting
+TELL_AFTER = 10.0  # seconds of waiting after which the log says what for
+SMOOTHING = 0.2
+LOOK_EVERY = 0.002  # seconds between looks at the slots' files (a look is two system calls)
+
+
+class Stopped(Exception):
+    """The job was asked to stop. Ends the job; nothing is published any more."""
+
+
+class DeadlinePassed(Exception):
+    """The round's deadline is here: hand over what there is."""
+
+
+class ServingGate:
+    """The ``Gate`` of a replica's training process.
+
+    ``check`` is called at every look and raises to end the job. Holds compute slots only from
+    ``before_micro_step`` to ``after_micro_step``.
+    """
+
+    def __init__(
+        self,
+        block: ControlBlock,
+        slots: Slots,
+        check: Callable[[], None],
+        *,
+        threads: int = 0,
+        yielding: bool = True,
+        layers: int = 1,
+    ) -> None:
+        self._block, self._slots, self._check = block, slots, check
+        self._wanted = min(threads or slots.count, slots.count)
+        self._yielding = yielding
+        self._looks = 2 * layers  # times that ``inside`` is called in a micro-step
+        self._lease: Lease | None = None
+        self._looked = 0.0
+        self.first_micro_step = 0.0  # CLOCK_MONOTONIC; 0 = none yet
+
+    # ------------------------------------------------------------ Gate
+
+    def before_micro_step(self) -> float:
+        """Wait for permission, slack and slots. Raises what ``check`` raises."""
+        waited = self._wait()
+        now = time.monotonic()
+        self.first_micro_step = self.first_micro_step or now
+        self._block.micro_started = now
+        self._block.micro_samples = max(1, self._block.B)
+        return waited
+
+    def inside(self) -> float:
+        """Give way if serving needs it. Raises what ``check`` raises."""
+        self._check()
+        if self._lease is None or not self._must_give_way():
+            return 0.0
+        self._give_back()
+        started = self._block.micro_started
+        self._block.micro_started = 0.0
+        waited = self._wait()
+        self._block.micro_started = started + waited
+        return waited
+
+    def after_micro_step(self, seconds: float, samples: int, tokens: int) -> None:
+        self._give_back()
+        block = self._block
+        old = block.micro_estimate
+        block.micro_estimate = seconds if old == 0 else old + SMOOTHING * (seconds - old)
+        block.micro_steps += 1
+        block.train_seconds += seconds
+        block.train_tokens += tokens
+
+    def release(self) -> None:
+        self._give_back()
+
+    def beside(self) -> int:
+        return self._block.running
+
+    # ------------------------------------------------------------ around a job
+
+    def rest(self, seconds: float) -> None:
+        """Leave serving alone for a while (a step of B = 0). Raises what ``check`` raises."""
+        self._give_back()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._check()
+            time.sleep(POLL)
+
+    # ------------------------------------------------------------ parts
+
+    def _wait(self) -> float:
+        """Until slots are held; returns the seconds it took."""
+        started = time.monotonic()
+        told = False
+        while not self._try_begin():
+            self._check()
+            waited = time.monotonic() - started
+            if waited > TELL_AFTER and not told:
+                log.info("training waits: %s", self._reason())
+                told = True
+            time.sleep(POLL)
+        self._check()
+        return time.monotonic() - started
+
+    def _try_begin(self) -> bool:
+        if not self._block.may_train() or not self._slack_suffices():
+            return False
+        alone = self._serving_rests()
+        self._lease = self._slots.try_acquire_training(self._wanted, leave_first=not alone)
+        if self._lease is None:
+            return False
+        if torch.get_num_threads() != self._lease.count:
+            torch.set_num_threads(self._lease.count)
+        return True
+
+    def _must_give_way(self) -> bool:
+        if not self._block.may_train():
+            return True
+        assert self._lease is not None
+        if self._serving_rests():
+            return self._others_wait()
+        if self._lease.count > max(1, self._slots.count - 1):
+            return True  # serving has begun to work: the first slot is its own
+        return not self._slack_suffices() or self._others_wait()
+
+    def _others_wait(self) -> bool:
+        """Whether serving (of any replica of this host) stands without a slot."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_EVERY:
+            return False
+        self._looked = now
+        return self._slots.inference_waits()
+
+    def _serving_rests(self) -> bool:
+        return self._block.running == 0 and self._block.waiting == 0
+
+    def _slack_suffices(self) -> bool:
+        """Whether serving can bear what happens until our next look: about a layer's time."""
+        if not self._yielding or self._serving_rests():
+            return True
+        return self._block.has_slack(2 * self._block.micro_estimate / self._looks)
+
+    def _reason(self) -> str:
+        block = self._block
+        if block.paused or block.stopping:
+            return "the replica is paused or drains"
+        if block.B <= 0:
+            return "B = 0: the coordinator (or a Configure command) lets it go on"
+        if not self._slack_suffices():
+            return f"serving has no slack ({block.slack:.3f} s, {block.running} requests run)"
+        return f"no compute slot of {self._slots.count} is free"
+
+    def _give_back(self) -> None:
+        self._block.micro_started = 0.0
+        self._block.micro_samples = 0
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+
+def lower_priority(nice: int) -> None:
+    """Give this process way to everything else on the host, for good."""
+    os.nice(max(0, nice - os.nice(0)))
