@@ -116,3 +116,8 @@ def group(group_id: str) -> str:
 def group_news(group_id: str) -> str:
     """Stream: a key of the rendezvous hash was set, so that waiting ranks wake up; expires."""
     return f"{PREFIX}group:{group_id}:news"
+
+
+def demand(model_name: str) -> str:
+    """Hash: what is asked of a base model, by the dispatcher (see shared.demand); expires."""
+    return f"{PREFIX}demand:{model_name}"
