@@ -1,9 +1,8 @@
 """Prompts of real chats, cut or repeated to the token lengths of a trace.
 
-Reads chat JSONL (``messages``), Alpaca (``instruction``/``input``/``output``) and ShareGPT
-(``conversations``), one object a line or one JSON array. The answer in the data is the
-reference: it goes into the detailed result, so that a scorer can compute its cross-entropy
-under the adapter version that served the request.
+Reads the forms of ``shared.training_data``. The answer in the data is the reference: it goes
+into the detailed result, so that a scorer can compute its cross-entropy under the adapter
+version that served the request.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
-import orjson
 
-from shared.split import is_inference, sample_id
+from shared import training_data
+from shared.split import is_inference
+from shared.training_data import Chat
 
 CHARACTERS_PER_TOKEN = 4.0
-_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
 Message = dict[str, str]
 
@@ -120,10 +119,13 @@ def load(paths: Sequence[Path], *, split: str = "inference") -> list[Sample]:
     """
     samples = []
     for path in paths:
-        for where, entry in _entries(path):
-            sample = _sample(where, entry, path.name)
-            if split == "all" or is_inference(sample.id):
-                samples.append(sample)
+        try:
+            chats = training_data.load(path).chats
+        except training_data.DataError as e:
+            raise PromptError(str(e)) from e
+        samples += [
+            _sample(path, chat) for chat in chats if split == "all" or is_inference(chat.identity)
+        ]
     return samples
 
 
@@ -141,69 +143,12 @@ def synthetic() -> list[Sample]:
     ]
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, parsed object) of a JSONL file or a file that is one JSON array."""
-    try:
-        raw = path.read_bytes()
-    except OSError as e:
-        raise PromptError(f"{path}: cannot be read: {e.strerror}") from e
-    if raw.lstrip().startswith(b"["):
-        try:
-            entries = orjson.loads(raw)
-        except orjson.JSONDecodeError as e:
-            raise PromptError(f"{path}:{e.lineno}: not JSON: {e.msg}") from e
-        for k, entry in enumerate(entries):
-            yield f"{path}: entry {k + 1}", entry
-        return
-    for number, line in enumerate(raw.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield f"{path}:{number}", orjson.loads(line)
-        except orjson.JSONDecodeError as e:
-            raise PromptError(f"{path}:{number}: not JSON: {e.msg}") from e
-
-
-def _sample(where: str, entry: Any, source: str) -> Sample:
-    try:
-        messages = _messages(entry)
-    except (KeyError, TypeError, AttributeError, ValueError) as e:
-        raise PromptError(
-            f"{where}: messages (role, content), instruction/output or conversations expected: "
-            f"{type(e).__name__} {e}"
-        ) from e
-    last = max((k for k, m in enumerate(messages) if m["role"] == "assistant"), default=None)
-    asked = messages if last is None else messages[:last]
-    users = [m for m in asked if m["role"] == "user"]
-    if not users or asked[-1]["role"] != "user":
-        raise PromptError(f"{where}: a user message before the last answer expected")
+def _sample(path: Path, chat: Chat) -> Sample:
+    messages = [{"role": m["role"], "content": m["content"]} for m in chat.messages]
+    last = max(k for k, m in enumerate(messages) if m["role"] == "assistant")
+    asked = tuple(messages[:last])
+    if not asked or asked[-1]["role"] != "user":
+        raise PromptError(f"{path}:{chat.line}: a user message before the last answer expected")
     return Sample(
-        id=sample_id(users[0]["content"]),
-        messages=tuple(asked),
-        reference="" if last is None else messages[last]["content"],
-        source=source,
+        id=chat.identity, messages=asked, reference=messages[last]["content"], source=path.name
     )
-
-
-def _messages(entry: Any) -> list[Message]:
-    if "messages" in entry:
-        return [{"role": str(m["role"]), "content": _text(m["content"])} for m in entry["messages"]]
-    if "conversations" in entry:
-        turns = entry["conversations"]
-        return [
-            {"role": _SHAREGPT_ROLES.get(t["from"], t["from"]), "content": _text(t["value"])}
-            for t in turns
-        ]
-    question = _text(entry["instruction"])
-    if entry.get("input"):
-        question = f"{question}\n\n{_text(entry['input'])}"
-    return [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": _text(entry["output"])},
-    ]
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"text expected, found {type(value).__name__}")
-    return value
