@@ -1,0 +1,319 @@
+"""The dispatcher while it holds the lease: readers post events, one loop decides and acts.
+
+Everything that changes books or asks a policy happens in ``_turn``; the readers only append to
+the inbox. When anything goes wrong between here and Redis (connection, lost group, lost lease)
+the whole run ends with that error, and the next one starts from what Redis holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from redis.asyncio import Redis
+
+from services.dispatcher.counters import Counters
+from services.dispatcher.desk import Desk
+from services.dispatcher.entries import Entry, key_of
+from services.dispatcher.housekeeping import Housekeeping
+from services.dispatcher.intake import Intake
+from services.dispatcher.outbox import Outbox
+from services.dispatcher.policies.base import (
+    Action,
+    Completion,
+    Promote,
+    Release,
+    ReplicaView,
+    Shed,
+    StepSeen,
+    Suspend,
+)
+from services.dispatcher.policies.registry import create
+from services.dispatcher.recovery import batches_of, reap
+from services.dispatcher.settings import DispatcherSettings
+from services.dispatcher.signals import Signals
+from services.dispatcher.watch import ReplicaWatch, Round, Trust, view_of
+from shared.clock import RedisClock
+from shared.lease import Lease
+from shared.messages import StepSample
+from shared.replica_state import Refused, State, event, move
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.25  # between two looks at the replicas; a state change is seen at once
+TURN_SECONDS = 1.0  # the loop turns at least this often: its heartbeat
+INBOX_MAX = 10_000  # events waiting for the loop before readers pause
+
+Event = Callable[[float], None]
+
+
+class Active:
+    """One run. ``progress`` is the monotonic time of the loop's last turn."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        lease: Lease,
+        clock: RedisClock,
+        settings: DispatcherSettings,
+        counters: Counters,
+    ) -> None:
+        self._redis, self._lease, self._clock = redis, lease, clock
+        self._settings, self._counters = settings, counters
+        self.desks: dict[str, Desk] = {}
+        self._model_of: dict[str, str] = {}  # replica -> model
+        self._incarnation: dict[str, str] = {}
+        self._inbox: deque[Event] = deque()
+        self._wake, self._look = asyncio.Event(), asyncio.Event()
+        self._drained = asyncio.Event()
+        self._last = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self.progress = time.monotonic()
+        trust = Trust()
+        self._watch = ReplicaWatch(redis, trust)
+        self._intake = Intake(
+            redis, lease, clock, settings.read_count, self._post_request, self._post_cancel
+        )
+        self._signals = Signals(redis, self._post_step, self._look.set)
+        self._outbox = Outbox(redis, lease, clock, counters, settings.decisions_kept)
+        self._housekeeping = Housekeeping(redis, lease, clock, trust)
+
+    async def run(self) -> None:
+        """Recover, then serve until something ends it (always by an exception)."""
+        await self._clock.synchronise(self._redis)
+        await self._recover()
+        async with asyncio.TaskGroup() as group:
+            for task in (
+                self._lease.keep,
+                self._read_requests,
+                self._read_signals,
+                self._watch_replicas,
+                self._keep_house,
+                self._decide,
+            ):
+                group.create_task(task(), name=task.__name__)
+
+    # ------------------------------------------------------------ start
+
+    async def _recover(self) -> None:
+        """Books from Redis: replicas, what is in flight on them, what an earlier one left."""
+        await self._signals.start_now()
+        await self._apply(await self._watch.look())
+        now = self._now()
+        self._drain_inbox(now)
+        oldest: int | None = None
+        for replica, model in self._model_of.items():
+            for batch in await batches_of(self._redis, replica):
+                desk = self.desks[model]
+                desk.restore(replica, list(batch.entries), batch.released, now)
+                milliseconds = int(batch.stream_id.split(b"-")[0])
+                oldest = milliseconds if oldest is None else min(oldest, milliseconds)
+        if oldest is not None:
+            self._signals.start_at(oldest)
+        claimed = await self._intake.claim()
+        self._counters.recovered.inc(claimed)
+        in_flight = sum(len(d.flying) for d in self.desks.values())
+        log.info(
+            "active: %d models, %d replicas, %d requests in flight, %d claimed",
+            *(len(self.desks), len(self._model_of), in_flight, claimed),
+        )
+
+    # ------------------------------------------------------------ readers
+
+    async def _read_requests(self) -> None:
+        while True:
+            if not self._intake.models:
+                await asyncio.sleep(WATCH_SECONDS)  # no model is served yet
+                continue
+            await self._room()
+            await self._intake.read()
+
+    async def _read_signals(self) -> None:
+        while True:
+            await self._room()
+            await self._signals.read()
+
+    async def _watch_replicas(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):  # then it is the regular look
+                await asyncio.wait_for(self._look.wait(), WATCH_SECONDS)
+            self._look.clear()
+            await self._apply(await self._watch.look())
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(TURN_SECONDS)
+            claimed = await self._intake.claim()
+            self._counters.recovered.inc(claimed)
+            for report in await self._housekeeping.round(self.desks):
+                self._post(report)
+            for model, desk in self.desks.items():
+                self._counters.queued.labels(model).set(len(desk.waiting))
+                self._counters.in_flight.labels(model).set(len(desk.flying))
+
+    async def _room(self) -> None:
+        """Pause a reader while the loop is behind."""
+        while len(self._inbox) > INBOX_MAX:
+            self._drained.clear()
+            await self._drained.wait()
+
+    # ------------------------------------------------------------ events
+
+    def _post(self, happened: Event) -> None:
+        self._inbox.append(happened)
+        self._wake.set()
+
+    def _post_request(self, model: str, entry: Entry) -> None:
+        desk = self.desks[model]
+        self._post(partial(desk.arrive, entry))
+        self._counters.received.labels(model).inc()
+
+    def _post_cancel(self, model: str, request_id: str) -> None:
+        desk = self.desks[model]
+        self._post(partial(desk.cancel, request_id))
+
+    def _post_step(self, sample: StepSample) -> None:
+        if not self._housekeeping.in_sequence(sample):
+            log.warning("samples of %s are missing: comparing with its stream", sample.replica)
+        self._post(partial(self._step, sample))
+
+    def _step(self, sample: StepSample, now: float) -> None:
+        model = self._model_of.get(sample.replica)
+        if model is None or sample.incarnation != self._incarnation[sample.replica]:
+            return
+        desk = self.desks[model]
+        for done in sample.finished:
+            desk.finish(
+                Completion(
+                    id=key_of(done.id, done.attempt),
+                    replica=sample.replica,
+                    output_tokens=done.output_tokens,
+                    reason=done.reason,
+                ),
+                now,
+            )
+        desk.policy.on_step(
+            StepSeen(
+                replica=sample.replica,
+                seconds=sample.seconds,
+                steps=sample.steps,
+                b=sample.b,
+                B=sample.B,
+                prefill_tokens=sample.prefill_tokens,
+                decode_tokens=sample.decode_tokens,
+                waiting=sample.waiting,
+                kv_used=sample.kv_used,
+            ),
+            now,
+        )
+
+    # ------------------------------------------------------------ replicas
+
+    async def _apply(self, seen: Round) -> None:
+        """Take over what a look at the replicas brought."""
+        for model in {*seen.models, *(r.model for r in seen.seen)} - set(self.desks):
+            await self._open(model)
+        for model, replica in seen.gone:
+            if replica in self._model_of:
+                self._post(partial(self._gone, model, replica))
+        for record in seen.seen:
+            view = view_of(record)
+            self._post(partial(self._see, record.model, view, record.incarnation))
+        for death in seen.dead:
+            await self._bury_replica(death.replica, death.incarnation)
+        for replica, incarnation in seen.stale:
+            lost = await reap(self._redis, self._lease, replica, incarnation)
+            self._counters.lost.inc(lost)
+
+    def _see(self, model: str, view: ReplicaView, incarnation: str, now: float) -> None:
+        self._model_of[view.id], self._incarnation[view.id] = model, incarnation
+        self.desks[model].see(view, now)
+
+    def _gone(self, model: str, replica: str, now: float) -> None:
+        self._model_of.pop(replica, None)
+        self._incarnation.pop(replica, None)
+        self.desks[model].gone(replica, now)
+
+    async def _open(self, model: str) -> None:
+        """A desk for a model that is new here."""
+        policy = create(self._settings.policy, **self._settings.policy_options)
+        self.desks[model] = Desk(model, policy, self._settings.queue_max)
+        await self._intake.add(model)
+        log.info("serves model %r with policy %r", model, policy.name)
+
+    async def _bury_replica(self, replica: str, incarnation: str) -> None:
+        """Declare dead, then give back what it had."""
+        try:
+            await move(
+                self._redis,
+                replica,
+                State.DEAD,
+                by="dispatcher",
+                why="heartbeat lost",
+                incarnation=incarnation,
+            )
+        except Refused as e:
+            log.info("not declared dead: %s", e)
+            return
+        log.warning("%s is dead: its heartbeat is lost", replica)
+        lost = await reap(self._redis, self._lease, replica)
+        self._counters.lost.inc(lost)
+        await event(self._redis, "lost", replica=replica, requests=lost, by="dispatcher")
+
+    # ------------------------------------------------------------ the loop
+
+    async def _decide(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            await self._turn()
+
+    async def _turn(self) -> None:
+        now = self._now()
+        self._drain_inbox(now)
+        started = time.perf_counter()
+        for desk in self.desks.values():
+            for action in desk.policy.decide(now):
+                self._act(desk, action, now)
+        self._counters.decision.observe(time.perf_counter() - started)
+        await self._outbox.flush(list(self.desks.values()))
+        self._arm(self._now())
+        self.progress = time.monotonic()
+
+    def _drain_inbox(self, now: float) -> None:
+        inbox = self._inbox
+        while inbox:
+            inbox.popleft()(now)
+        self._drained.set()
+
+    def _act(self, desk: Desk, action: Action, now: float) -> None:
+        match action:
+            case Release():
+                incarnation = self._incarnation.get(action.replica, "")
+                self._outbox.release(desk, action, incarnation, now)
+            case Shed():
+                desk.shed(action.request, action.reason, action.retry_after)
+            case Promote():
+                self._outbox.promote(action)
+            case Suspend():
+                self._outbox.suspend(action)
+            case _:
+                raise TypeError(f"policy {desk.policy.name!r}: unknown action {action!r}")
+
+    def _arm(self, now: float) -> None:
+        """Wake the loop when a policy wants it, at the latest after TURN_SECONDS."""
+        wakes = [w for d in self.desks.values() if (w := d.policy.next_wake(now)) is not None]
+        delay = min([TURN_SECONDS, *(max(0.0, w - now) for w in wakes)])
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(delay, self._wake.set)
+
+    def _now(self) -> float:
+        """Redis time that never goes backwards, as policies are promised."""
+        self._last = max(self._last, self._clock())
+        return self._last

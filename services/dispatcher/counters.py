@@ -1,0 +1,62 @@
+"""Prometheus metrics of the dispatcher."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_WAITS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_DECISIONS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
+
+
+class Counters:
+    """One object a process; label is the base model."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        model = ["model"]
+        self.received = Counter(
+            "collm_dispatcher_requests", "Requests read", model, registry=registry
+        )
+        self.released = Counter(
+            "collm_dispatcher_released", "Requests released", model, registry=registry
+        )
+        self.batches = Counter(
+            "collm_dispatcher_batches", "Batches released", model, registry=registry
+        )
+        self.refused = Counter(
+            "collm_dispatcher_refused", "Requests refused", [*model, "code"], registry=registry
+        )
+        self.cancelled = Counter(
+            "collm_dispatcher_cancelled", "Queued requests dropped", model, registry=registry
+        )
+        self.lost = Counter(
+            "collm_dispatcher_lost", "Requests lost with a replica", registry=registry
+        )
+        self.reconciled = Counter(
+            "collm_dispatcher_reconciled",
+            "Completions found by comparing with a replica's stream",
+            registry=registry,
+        )
+        self.recovered = Counter(
+            "collm_dispatcher_recovered", "Requests claimed from another", registry=registry
+        )
+        self.queued = Gauge("collm_dispatcher_queued", "Requests waiting", model, registry=registry)
+        self.in_flight = Gauge(
+            "collm_dispatcher_in_flight", "Requests on replicas", model, registry=registry
+        )
+        self.wait = Histogram(
+            "collm_dispatcher_wait_seconds",
+            "Read to released",
+            model,
+            buckets=_WAITS,
+            registry=registry,
+        )
+        self.decision = Histogram(
+            "collm_dispatcher_decision_seconds",
+            "Time of one call of the policy",
+            buckets=_DECISIONS,
+            registry=registry,
+        )
+        self.active = Gauge(
+            "collm_dispatcher_active", "1 while this process holds the lease", registry=registry
+        )

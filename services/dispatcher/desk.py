@@ -1,0 +1,232 @@
+"""The desk of one model: its policy and the books of what waits and what is in flight.
+
+Plain data, no Redis: events come in, effects go out (see ``effects``), so it is tested alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import msgspec
+
+from services.dispatcher.entries import Entry, id_of
+from services.dispatcher.policies.base import Completion, Policy, ReplicaView, Request
+from shared.messages import Failed
+
+log = logging.getLogger(__name__)
+
+
+class Flight(msgspec.Struct, frozen=True):
+    """A released request."""
+
+    entry: Entry
+    replica: str
+    released: float
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A queued request that ends here; ``failed`` None: nobody waits for it."""
+
+    entry: Entry
+    failed: Failed | None
+
+
+class Desk:
+    """Books of one model. ``refusals`` and ``cancels`` collect what is to be carried out."""
+
+    def __init__(self, model: str, policy: Policy, queue_max: int) -> None:
+        self.model, self.policy = model, policy
+        self._queue_max = queue_max
+        self.waiting: dict[str, Entry] = {}
+        self.flying: dict[str, Flight] = {}
+        self._keys: dict[str, set[str]] = {}  # request id -> keys of its attempts
+        self.replicas: dict[str, ReplicaView] = {}
+        self.refusals: list[Refusal] = []
+        self.cancels: list[tuple[str, str]] = []  # (replica, request id) to forward
+
+    # ------------------------------------------------------------ arrivals
+
+    def arrive(self, entry: Entry, now: float) -> None:
+        """A request was read (or claimed from an earlier dispatcher)."""
+        if entry.key in self.waiting or entry.key in self.flying:
+            self.refusals.append(Refusal(entry, None))  # a second copy: one of them is enough
+            log.warning("request %s came twice: the second copy is dropped", entry.key)
+            return
+        for key in list(self._keys.get(entry.id, ())):
+            self._supersede(key, entry, now)
+        misfit = self.misfit(entry.request)
+        if misfit is not None:
+            self.refuse(entry, 400, "context_length_exceeded", misfit, "invalid_request_error")
+        elif len(self.waiting) >= self._queue_max:
+            why = f"the queue of {self.model!r} is full ({self._queue_max} requests)"
+            self.refuse(entry, 503, "server_is_overloaded", why, retry_after=1.0)
+        else:
+            self.waiting[entry.key] = entry
+            self._keys.setdefault(entry.id, set()).add(entry.key)
+            self.policy.on_arrival(entry.request, now)
+
+    def _supersede(self, key: str, entry: Entry, now: float) -> None:
+        """An older attempt is still here: its gateway has given it up."""
+        old = self.waiting.get(key)
+        if old is not None:
+            self.policy.on_cancel(key, now)
+            self._forget(key)
+            self.refusals.append(Refusal(old, None))
+        elif (flight := self.flying.get(key)) is not None and flight.entry.attempt < entry.attempt:
+            log.info("%s supersedes %s, which ran on %s", entry.key, key, flight.replica)
+
+    def misfit(self, request: Request) -> str | None:
+        """Why no replica could ever serve this request; None when one can, or none is known."""
+        known = [v for v in self.replicas.values() if v.context > 0 or v.kv_total > 0]
+        if not known or len(known) < len(self.replicas):
+            return None
+        need = request.prompt_tokens + request.max_tokens
+        room = max(min(v.context or need, v.kv_total or need) for v in known)
+        if need <= room:
+            return None
+        return (
+            f"{request.prompt_tokens} prompt tokens + max_tokens {request.max_tokens} need "
+            f"{need} tokens; the replicas of {self.model!r} carry at most {room} a request"
+        )
+
+    def refuse(
+        self,
+        entry: Entry,
+        status: int,
+        code: str,
+        message: str,
+        kind: str = "service_unavailable_error",
+        *,
+        retry_after: float | None = None,
+    ) -> None:
+        """End a request that is not queued (any more) with an error."""
+        failed = Failed(
+            id=entry.id,
+            attempt=entry.attempt,
+            status=status,
+            code=code,
+            message=message,
+            type=kind,
+            retry_after=retry_after,
+        )
+        self.refusals.append(Refusal(entry, failed))
+
+    def shed(self, key: str, reason: str, retry_after: float) -> None:
+        """The policy refuses a queued request."""
+        entry = self.waiting.get(key)
+        if entry is not None:
+            self._forget(key)
+            self.refuse(entry, 503, "server_is_overloaded", reason, retry_after=retry_after)
+
+    # ------------------------------------------------------------ release and completion
+
+    def take(self, keys: Iterable[str], replica: str, now: float) -> list[Entry]:
+        """Queued requests leave for a replica; those unknown here are left out."""
+        entries = []
+        for key in keys:
+            entry = self.waiting.pop(key, None)
+            if entry is not None:
+                self.flying[key] = Flight(entry, replica, now)
+                entries.append(entry)
+        return entries
+
+    def put_back(self, entries: Iterable[Entry], replica: str, now: float) -> None:
+        """A release was refused: the requests are queued again."""
+        for entry in entries:
+            if self.flying.pop(entry.key, None) is None:
+                continue
+            self.policy.on_completion(_ended(entry.key, replica, "failed"), now)
+            self.waiting[entry.key] = entry
+            self.policy.on_arrival(entry.request, now)
+
+    def vanished(self, entries: Iterable[Entry], replica: str, now: float) -> None:
+        """Entries that Redis no longer holds: their gateway will send them again."""
+        for entry in entries:
+            self.finish(_ended(entry.key, replica, "lost"), now)
+
+    def finish(self, completion: Completion, now: float) -> Flight | None:
+        """A released request left its replica; None when it was not in flight there."""
+        flight = self.flying.get(completion.id)
+        if flight is None or flight.replica != completion.replica:
+            return None
+        del self.flying[completion.id]
+        self._forget(completion.id)
+        self.policy.on_completion(completion, now)
+        return flight
+
+    def reconcile(self, replica: str, present: set[str], asked: float, now: float) -> int:
+        """Compare with a replica's stream as it was at ``asked``; returns how many had left."""
+        gone = [
+            key
+            for key, flight in self.flying.items()
+            if flight.replica == replica and flight.released < asked and key not in present
+        ]
+        for key in gone:
+            self.finish(_ended(key, replica, "cancelled"), now)
+        return len(gone)
+
+    def cancel(self, request_id: str, now: float) -> None:
+        """Its client is gone: drop it if it waits, tell the replica if it runs."""
+        for key in list(self._keys.get(request_id, ())):
+            entry = self.waiting.get(key)
+            if entry is not None:
+                self.policy.on_cancel(key, now)
+                self._forget(key)
+                self.refusals.append(Refusal(entry, None))
+            elif (flight := self.flying.get(key)) is not None:
+                self.cancels.append((flight.replica, request_id))
+
+    def drop_gateway(self, gateway: str, now: float) -> None:
+        """Nobody waits for the requests of this gateway any more."""
+        for entry in [e for e in self.waiting.values() if e.gateway == gateway]:
+            self.cancel(entry.id, now)
+        for flight in [f for f in self.flying.values() if f.entry.gateway == gateway]:
+            self.cancels.append((flight.replica, flight.entry.id))
+
+    def _forget(self, key: str) -> None:
+        self.waiting.pop(key, None)
+        request_id = id_of(key)
+        keys = self._keys.get(request_id)
+        if keys is not None:
+            keys.discard(key)
+            if not keys:
+                del self._keys[request_id]
+
+    # ------------------------------------------------------------ replicas
+
+    def see(self, view: ReplicaView, now: float) -> None:
+        """A replica is new or changed."""
+        before = self.replicas.get(view.id)
+        self.replicas[view.id] = view
+        self.policy.on_replica(view, now)
+        if before is None or (before.context, before.kv_total) != (view.context, view.kv_total):
+            self._refuse_misfits(now)
+
+    def _refuse_misfits(self, now: float) -> None:
+        for entry in list(self.waiting.values()):
+            misfit = self.misfit(entry.request)
+            if misfit is not None:
+                self.policy.on_cancel(entry.key, now)
+                self._forget(entry.key)
+                self.refuse(entry, 400, "context_length_exceeded", misfit, "invalid_request_error")
+
+    def gone(self, replica: str, now: float) -> None:
+        """A replica died, stopped or came back as another incarnation."""
+        self.replicas.pop(replica, None)
+        self.policy.on_replica_gone(replica, now)
+        for key in [k for k, f in self.flying.items() if f.replica == replica]:
+            del self.flying[key]
+            self._forget(key)
+
+    def restore(self, replica: str, entries: list[Entry], released: float, now: float) -> None:
+        """After a restart: these lie in the replica's stream already."""
+        fresh = [e for e in entries if e.key not in self.flying]
+        for entry in fresh:
+            self.flying[entry.key] = Flight(entry, replica, released)
+            self._keys.setdefault(entry.id, set()).add(entry.key)
+        self.policy.restore(replica, [e.request for e in fresh], now)
+
+
+def _ended(key: str, replica: str, reason: str) -> Completion:
+    return Completion(id=key, replica=replica, output_tokens=0, reason=reason)

@@ -1,0 +1,29 @@
+"""Which policies there are, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.dispatcher.policies.base import Policy
+from services.dispatcher.policies.least_loaded import LeastLoaded
+from services.dispatcher.policies.round_robin import RoundRobin
+
+POLICIES: Mapping[str, Callable[..., Policy]] = {
+    "least_loaded": LeastLoaded,
+    "round_robin": RoundRobin,
+}
+
+
+class UnknownPolicy(ValueError):
+    """No policy has this name, or it does not take one of the options."""
+
+
+def create(name: str, **options: Any) -> Policy:
+    """A fresh policy for one model. Raises UnknownPolicy."""
+    if name not in POLICIES:
+        raise UnknownPolicy(f"no dispatch policy {name!r}; known: {', '.join(sorted(POLICIES))}")
+    try:
+        return POLICIES[name](**options)
+    except TypeError as e:
+        raise UnknownPolicy(f"dispatch policy {name!r}: {e}") from e

@@ -1,0 +1,103 @@
+"""Work found in the replicas' streams: after a restart of the dispatcher, after a death."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from redis.asyncio import Redis
+
+from services.dispatcher.entries import Entry, of_generate
+from services.dispatcher.scripts import REAP, Call, run
+from shared import names
+from shared.dead_letters import bury
+from shared.lease import Lease
+from shared.messages import BODY, Batch, DecodeError, Generate, Lost, decode, encode
+
+log = logging.getLogger(__name__)
+
+PAGE = 100  # batches read at once
+
+
+class Released(msgspec.Struct, frozen=True):
+    """A batch that lies in a replica's stream."""
+
+    stream_id: bytes
+    incarnation: str
+    released: float
+    entries: tuple[Entry, ...]
+
+
+async def batches_of(redis: Redis, replica: str) -> list[Released]:
+    """All unfinished batches of a replica; what cannot be decoded goes to dead-letters."""
+    found: list[Released] = []
+    stream, start = names.batches(replica), "-"
+    while True:
+        page = await redis.xrange(stream, min=start, count=PAGE)
+        for stream_id, fields in page:
+            try:
+                found.append(_released(stream_id, fields))
+            except DecodeError as e:
+                log.error("%s: batch %s goes to dead-letters: %s", stream, stream_id.decode(), e)
+                await bury(
+                    redis, stream, names.GROUP_REPLICA, stream_id, fields, str(e), by="dispatcher"
+                )
+        if len(page) < PAGE:
+            return found
+        start = "(" + page[-1][0].decode()
+
+
+def _released(stream_id: bytes, fields: dict[bytes, bytes]) -> Released:
+    batch = decode(fields.get(BODY, b""), Batch)
+    entries = []
+    for raw, queued in zip(batch.requests, batch.queued, strict=False):
+        entries.append(of_generate(decode(raw, Generate), b"", raw, queued))
+    return Released(
+        stream_id, fields.get(b"incarnation", b"").decode(), batch.released, tuple(entries)
+    )
+
+
+async def keys_in(redis: Redis, replica: str) -> set[str]:
+    """Keys of the requests in a replica's stream (plain field, bodies are not decoded)."""
+    present: set[str] = set()
+    start = "-"
+    while True:
+        page = await redis.xrange(names.batches(replica), min=start, count=PAGE)
+        for _, fields in page:
+            present.update(fields.get(b"requests", b"").decode().split(" "))
+        if len(page) < PAGE:
+            return present
+        start = "(" + page[-1][0].decode()
+
+
+async def reap(redis: Redis, lease: Lease, replica: str, incarnation: str = "") -> int:
+    """Tell the gateways of a dead replica's unfinished requests; returns how many requests.
+
+    Batches of the living ``incarnation`` stay ("": none lives). Deletion of a batch and the
+    ``Lost`` of its members are one transaction, so that each is told exactly once.
+    """
+    calls, members = [], 0
+    stream = names.batches(replica)
+    for batch in await batches_of(redis, replica):
+        if incarnation and batch.incarnation == incarnation:
+            continue
+        replies = [
+            key
+            for e in batch.entries
+            for key in (names.replies(e.gateway), names.gateway_alive(e.gateway))
+        ]
+        lost = [encode(Lost(id=e.id, attempt=e.attempt, replica=replica)) for e in batch.entries]
+        calls.append(
+            Call(
+                REAP,
+                (lease.fence_key, stream, *replies),
+                (lease.token, names.GROUP_REPLICA, batch.stream_id, *lost),
+            )
+        )
+        members += len(lost)
+    for result in await run(redis, calls) if calls else ():
+        if isinstance(result, Exception):
+            raise result
+    if members:
+        log.warning("%s is gone: told the gateways of %d requests", replica, members)
+    return members

@@ -1,0 +1,64 @@
+"""Reads the metrics and events streams: what finished, how long steps took, who changed state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from redis.asyncio import Redis
+
+from shared import names
+from shared.messages import BODY, DecodeError, StepSample, decode
+from shared.redis_client import BLOCK_MS
+
+log = logging.getLogger(__name__)
+
+READ_COUNT = 500
+
+
+class Signals:
+    """``on_step`` gets each sample; ``on_state`` is called when any replica changed state."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        on_step: Callable[[StepSample], None],
+        on_state: Callable[[], None],
+    ) -> None:
+        self._redis, self._on_step, self._on_state = redis, on_step, on_state
+        self._cursors: dict[str, bytes | str] = {}
+        self._told_damaged = False
+
+    async def start_now(self) -> None:
+        """Read from here on; called before the replicas' streams are looked at."""
+        for stream in (names.METRICS, names.EVENTS):
+            last = await self._redis.xrevrange(stream, count=1)
+            self._cursors[stream] = last[0][0] if last else "0"
+
+    def start_at(self, milliseconds: int) -> None:
+        """Read metrics from an earlier moment on (the oldest batch still in flight)."""
+        self._cursors[names.METRICS] = f"{milliseconds}-0"
+
+    async def read(self) -> None:
+        """Wait for new entries and hand them on."""
+        reply = await self._redis.xread(dict(self._cursors), count=READ_COUNT, block=BLOCK_MS)
+        for stream, entries in reply or ():
+            name = stream.decode()
+            self._cursors[name] = entries[-1][0]
+            if name == names.EVENTS:
+                if any(fields.get(b"kind") == b"state" for _, fields in entries):
+                    self._on_state()
+                continue
+            for _, fields in entries:
+                if fields and fields.get(b"kind", b"step").startswith(b"step"):
+                    self._sample(fields.get(BODY, b""))
+
+    def _sample(self, raw: bytes) -> None:
+        try:
+            sample = decode(raw, StepSample)
+        except DecodeError as e:
+            if not self._told_damaged:
+                log.error("a sample in %s cannot be read: %s", names.METRICS, e)
+                self._told_damaged = True
+            return
+        self._on_step(sample)
