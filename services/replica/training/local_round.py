@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from safetensors.torch import save as to_bytes
