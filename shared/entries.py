@@ -58,7 +58,7 @@ class RequestEntry(msgspec.Struct, frozen=True, kw_only=True):
 def request_values(request: Generate) -> list[str | bytes]:
     """Field, value, field, value, … of a request's entry, as XADD takes them."""
     slo = request.slo
-    values = (
+    values: tuple[str | bytes, ...] = (
         request.id,
         request.model,
         request.adapter or "",
@@ -77,7 +77,10 @@ def request_values(request: Generate) -> list[str | bytes]:
         str(len(request.generated)),
         encode(request),
     )
-    return [item for pair in zip(FIELDS, values, strict=True) for item in pair]
+    flat: list[str | bytes] = []
+    for name, value in zip(FIELDS, values, strict=True):
+        flat += (name, value)
+    return flat
 
 
 def request_entry(raw: Mapping[bytes, bytes]) -> RequestEntry:

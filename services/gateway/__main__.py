@@ -1,0 +1,33 @@
+"""``python -m services.gateway``: serve until SIGTERM (running answers are finished first)."""
+
+from __future__ import annotations
+
+import sys
+
+import uvloop
+
+from services.gateway.server import server
+from services.gateway.service import Gateway
+from services.gateway.settings import GatewaySettings
+from shared import logs
+from shared.settings import SettingsError, from_environment
+
+
+def main() -> int:
+    try:
+        settings = from_environment(GatewaySettings)
+    except SettingsError as e:
+        print(e, file=sys.stderr)
+        return 2
+    logs.setup("gateway", settings.log_level, settings.log_format)
+
+    async def run() -> bool:
+        http = server(Gateway(settings))
+        await http.serve()
+        return http.started
+
+    return 0 if uvloop.run(run()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

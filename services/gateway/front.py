@@ -1,0 +1,80 @@
+"""The outermost ASGI application: request ids, errors in OpenAI's shape, the busy routes.
+
+The generation routes are answered here without FastAPI's machinery; everything else goes on
+to FastAPI.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from services.gateway.errors import ApiError, ClientGone
+from services.gateway.http import Exchange, Receive, Scope, Send
+from services.gateway.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Exchange], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Front:
+    """``routes``: path -> handler of its POST requests."""
+
+    def __init__(self, routes: Mapping[str, Handler], rest: App, metrics: Metrics) -> None:
+        self._routes, self._rest, self._metrics = routes, rest, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._rest(scope, receive, send)
+            return
+        exchange = Exchange(scope, receive, self._counting(send))
+        handler = self._routes.get(exchange.path)
+        if handler is None or scope["method"] != "POST":
+            await self._other(exchange, scope, receive)
+            return
+        await self._answer(exchange, handler)
+
+    async def _answer(self, exchange: Exchange, handler: Handler) -> None:
+        answered = False
+        try:
+            await handler(exchange)
+            answered = True
+        except ApiError as e:
+            await exchange.fail(e)
+            answered = True
+        except ClientGone:
+            answered = True  # nobody is there to be told
+        finally:
+            # A fault of ours goes on to the server, which logs it; the client is told first.
+            if not answered and not exchange.started:
+                await exchange.fail(crash())
+
+    async def _other(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
+        """FastAPI's part, with the request id on its answers."""
+        scope["state"] = {**scope.get("state", {}), "exchange": exchange}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                exchange.started = True
+                extra = [*exchange.extra, (b"x-request-id", exchange.tag)]
+                message = {**message, "headers": [*message.get("headers", []), *extra]}
+            await exchange.forward(message)
+
+        await self._rest(scope, receive, send)
+
+    def _counting(self, send: Send) -> Send:
+        count = self._metrics.response
+
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                count(message["status"])
+            await send(message)
+
+        return counted
+
+
+def crash() -> ApiError:
+    return ApiError(500, "the server failed to answer this request", type="server_error")

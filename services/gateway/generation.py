@@ -1,0 +1,250 @@
+"""The generation routes: POST /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from services.gateway import errors, params, prompts, wire
+from services.gateway.answer import Answer, Choice
+from services.gateway.catalogue import Catalogue, Target
+from services.gateway.desk import Desk
+from services.gateway.errors import ApiError, Headers, bad_value
+from services.gateway.forms import DONE, ChatForm, CompletionForm, Form, error_frame
+from services.gateway.http import Exchange
+from services.gateway.metrics import Metrics
+from services.gateway.settings import GatewaySettings
+from shared.messages import Generate, Sampling
+
+SSE = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies must not collect a stream
+]
+COMPLETION_TOKENS = 16  # OpenAI's default length of /v1/completions
+NEUTRAL_FORMATS = ({"type": "text"},)
+
+
+class Generation:
+    """Both routes; everything from the body to the last byte of the answer."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        gateway: str,
+        catalogue: Catalogue,
+        desk: Desk,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings, self._gateway = settings, gateway
+        self._catalogue, self._desk = catalogue, desk
+        self._metrics, self._clock = metrics, clock
+
+    async def chat(self, exchange: Exchange) -> None:
+        body = await exchange.body(self._settings.max_body_bytes, self._settings.body_timeout)
+        received = self._clock()
+        request = wire.chat_request(body)
+        params.check(request)
+        _check_chat(request)
+        target = await self.target(request.model)
+        prompt = await prompts.chat_prompt(request, target.model, len(body))
+        named, param = request.max_completion_tokens, "max_completion_tokens"
+        if named is None:
+            named, param = request.max_tokens, "max_tokens"
+        length = params.max_tokens(
+            named,
+            param,
+            len(prompt),
+            self._limits(target),
+            target.model.settings.default_max_tokens,
+        )
+        sampling = self._sampling(request, target, length)
+        answer = self._build(exchange, request, target, [(prompt, sampling)], received)
+        form = ChatForm(
+            answer.id,
+            int(received),
+            request.model,
+            target.model.card.emulated,
+            answer.stream,
+            _with_usage(request),
+        )
+        await self._serve(exchange, answer, form, _with_usage(request))
+
+    async def completion(self, exchange: Exchange) -> None:
+        body = await exchange.body(self._settings.max_body_bytes, self._settings.body_timeout)
+        received = self._clock()
+        request = wire.completion_request(body)
+        params.check(request)
+        if request.echo:
+            raise errors.unsupported("echo")
+        if request.logprobs is not None:
+            raise errors.unsupported("logprobs")
+        target = await self.target(request.model)
+        special = request.add_special_tokens is not False
+        ids = await prompts.completion_prompts(request.prompt, target.model, special)
+        limits = self._limits(target)
+        members = []
+        for prompt in ids:
+            length = params.max_tokens(
+                request.max_tokens, "prompt", len(prompt), limits, COMPLETION_TOKENS
+            )
+            members.append((prompt, self._sampling(request, target, length)))
+        answer = self._build(exchange, request, target, members, received)
+        form = CompletionForm(
+            answer.id,
+            int(received),
+            request.model,
+            target.model.card.emulated,
+            _with_usage(request),
+        )
+        await self._serve(exchange, answer, form, _with_usage(request))
+
+    # ------------------------------------------------------------ before the queue
+
+    async def target(self, name: str) -> Target:
+        """The model or adapter of that name. Raises ApiError 404, 503."""
+        target = await self._catalogue.look_up(name)
+        now = self._catalogue.now
+        if target is None:
+            if name in now.unusable:
+                raise errors.unavailable(f"model {name!r}: {now.unusable[name]}", 30.0)
+            if name in self._settings.models:
+                raise self._no_replica(name)
+            self._metrics.rejected("model_not_found")
+            raise errors.model_not_found(name)
+        base = target.model.name
+        if self._settings.when_no_replica == "refuse" and not now.alive(base):
+            await self._catalogue.look_up("")  # one may have started this moment
+            if not self._catalogue.now.alive(base):
+                raise self._no_replica(base)
+        return target
+
+    def _no_replica(self, name: str) -> ApiError:
+        self._metrics.rejected("no_replica")
+        return errors.unavailable(
+            f"no replica of model {name!r} is alive", self._settings.retry_after
+        )
+
+    def _limits(self, target: Target) -> params.Limits:
+        card = target.model.card
+        return params.Limits(card.context, card.vocabulary, None)
+
+    def _sampling(self, request: wire.Parameters, target: Target, length: int) -> Sampling:
+        model = target.model
+        return params.sampling(request, length, model.tokenizer.eos_ids, model.card.vocabulary)
+
+    def _build(
+        self,
+        exchange: Exchange,
+        request: wire.Parameters,
+        target: Target,
+        members: Sequence[tuple[tuple[int, ...], Sampling]],
+        received: float,
+    ) -> Answer:
+        """The choices: n for each prompt, each a request of its own."""
+        n = request.n or 1
+        if n * len(members) > self._settings.max_choices:
+            raise bad_value("n", f"at most {self._settings.max_choices} choices a request")
+        slo = params.objective(request.slo, exchange.headers, target.model.settings.slo.slo())
+        stops = params.stops(request)
+        stream = bool(request.stream)
+        choices: list[Choice] = []
+        for prompt, sampling in members:
+            for k in range(n):
+                if k and sampling.seed is not None:  # equal choices are of no use
+                    sampling = msgspec.structs.replace(sampling, seed=sampling.seed + 1)
+                generate = Generate(
+                    id=f"{exchange.id}.{len(choices)}",
+                    gateway=self._gateway,
+                    model=target.model.name,
+                    adapter=None if target.adapter is None else target.adapter.name,
+                    prompt=prompt,
+                    sampling=sampling,
+                    slo=slo,
+                    arrival=received,
+                    deadline=slo.deadline(received),
+                    priority=-request.priority,
+                )
+                choices.append(
+                    Choice(
+                        generate,
+                        target.model,
+                        len(choices),
+                        stops=stops,
+                        include_stop=request.include_stop_str_in_output,
+                        incremental=stream,
+                    )
+                )
+        tokens = sum(len(prompt) for prompt, _ in members)
+        return Answer(exchange.id, choices, tokens, received, stream)
+
+    # ------------------------------------------------------------ the answer
+
+    async def _serve(
+        self, exchange: Exchange, answer: Answer, form: Form, with_usage: bool
+    ) -> None:
+        self._desk.open(answer, exchange)
+        try:
+            if answer.stream:
+                await self._stream(exchange, answer, form, with_usage)
+            else:
+                await answer.complete()
+                await exchange.respond(200, form.whole(answer), _about(answer))
+        finally:
+            self._desk.close(answer)
+
+    async def _stream(
+        self, exchange: Exchange, answer: Answer, form: Form, with_usage: bool
+    ) -> None:
+        await answer.begun()  # an error until here is a plain HTTP error
+        await exchange.start(200, [*SSE, *_about(answer)])
+        parts = [form.first(choice) for choice in answer.choices]
+        closed: set[int] = set()
+        try:
+            while True:
+                for choice in answer.choices:
+                    if choice.has_fresh:
+                        parts.append(form.piece(choice))
+                    if choice.finish is not None and choice.index not in closed:
+                        closed.add(choice.index)
+                        parts.append(form.last(choice))
+                if answer.done:
+                    break
+                if parts:
+                    await exchange.write(b"".join(parts))
+                    parts = []
+                answer.check()
+                if not (answer.done or any(c.has_fresh for c in answer.choices)):
+                    await answer.changed()
+                    answer.check()
+        except ApiError as e:
+            await exchange.write(b"".join([*parts, error_frame(e)]), more=False)
+            return
+        if with_usage:
+            parts.append(form.usage(answer))
+        parts.append(DONE)
+        await exchange.write(b"".join(parts), more=False)
+
+
+def _with_usage(request: wire.Parameters) -> bool:
+    return request.stream_options is not None and request.stream_options.include_usage
+
+
+def _check_chat(request: wire.ChatRequest) -> None:
+    """What chats cannot have yet. Raises ApiError."""
+    if request.logprobs or request.top_logprobs is not None:
+        raise errors.unsupported("logprobs")
+    if request.tools:
+        raise errors.unsupported("tools")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise errors.unsupported("tool_choice")
+    if request.response_format is not None and request.response_format not in NEUTRAL_FORMATS:
+        raise errors.unsupported("response_format")
+
+
+def _about(answer: Answer) -> Headers:
+    """The adapter version that answers."""
+    version = answer.choices[0].version
+    return [] if version is None else [(b"x-collm-adapter-version", version.encode())]

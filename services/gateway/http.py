@@ -1,0 +1,120 @@
+"""The thin layer over ASGI that the busy routes use: bodies with a limit, plain responses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from services.gateway.errors import ApiError, ClientGone, Headers
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+JSON = (b"content-type", b"application/json")
+_GOOD_ID = re.compile(rb"[A-Za-z0-9._:-]{1,100}")
+
+
+class Exchange:
+    """One HTTP request as a handler sees it, and the one way to answer it."""
+
+    __slots__ = ("_send", "extra", "headers", "id", "path", "receive", "started", "tag")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.receive = receive
+        self._send = send
+        self.started = False  # the status line is out
+        self.extra: Headers = []  # goes with every answer
+        own = os.urandom(12).hex()
+        given = self.headers.get(b"x-request-id")
+        # The client's id is shown back to it; inside, an id must be unique.
+        if given is not None and _GOOD_ID.fullmatch(given):
+            self.tag, self.id = given, f"{given.decode()}-{own[:8]}"
+        else:
+            self.tag, self.id = own.encode(), own
+
+    async def body(self, limit: int, timeout: float) -> bytes:
+        """The whole body. Raises ApiError 413 over ``limit`` bytes, 408 when it is too slow."""
+        declared = self.headers.get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > limit:
+            raise _too_large(limit)
+        message = await self._first(timeout)
+        chunk: bytes = message.get("body", b"")
+        if not message.get("more_body", False):
+            if len(chunk) > limit:
+                raise _too_large(limit)
+            return chunk
+        return await self._rest(chunk, limit, timeout)
+
+    async def _first(self, timeout: float) -> MutableMapping[str, Any]:
+        try:
+            async with asyncio.timeout(timeout):
+                message = await self.receive()
+        except TimeoutError:
+            raise _too_slow(timeout) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message
+
+    async def _rest(self, chunk: bytes, limit: int, timeout: float) -> bytes:
+        chunks, size, more = [chunk], len(chunk), True
+        try:
+            async with asyncio.timeout(timeout):
+                while more:
+                    if size > limit:
+                        raise _too_large(limit)
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    chunks.append(message.get("body", b""))
+                    size += len(chunks[-1])
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise _too_slow(timeout) from None
+        if size > limit:
+            raise _too_large(limit)
+        return b"".join(chunks)
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*headers, *self.extra, (b"x-request-id", self.tag)],
+            }
+        )
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def forward(self, message: MutableMapping[str, Any]) -> None:
+        """A message of another application, as it is."""
+        await self._send(message)
+
+    async def respond(self, status: int, body: bytes, headers: Headers | None = None) -> None:
+        """A whole answer at once."""
+        length = (b"content-length", str(len(body)).encode())
+        await self.start(status, [JSON, length, *(headers or ())])
+        await self.write(body, more=False)
+
+    async def fail(self, error: ApiError) -> None:
+        headers = error.headers()
+        if error.status in (408, 413):
+            headers.append((b"connection", b"close"))  # the rest of the body is not read
+        await self.respond(error.status, error.body(), headers)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the request body is larger than {limit} bytes")
+
+
+def _too_slow(timeout: float) -> ApiError:
+    return ApiError(
+        408, f"the request body did not arrive within {timeout:g} s", type="timeout_error"
+    )

@@ -1,0 +1,112 @@
+"""From messages or prompts to token ids; long texts are tokenised in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from services.gateway.catalogue import ServedModel
+from services.gateway.errors import ApiError, bad_value, unsupported
+from services.gateway.params import token_prompt
+from services.gateway.wire import ChatRequest
+from shared.chat import ChatError
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+LONG = 16_000  # characters; tokenising them takes some milliseconds
+MAX_PROMPTS = 2048
+
+T = TypeVar("T")
+
+
+async def _run(size: int, work: Callable[[], T]) -> T:
+    """Short work here, long work beside the event loop (tokenising releases the GIL)."""
+    return work() if size < LONG else await asyncio.to_thread(work)
+
+
+async def chat_prompt(request: ChatRequest, model: ServedModel, size: int) -> tuple[int, ...]:
+    """Token ids of a chat. ``size`` = bytes of the body. Raises ApiError 400."""
+    messages = check_messages(request.messages)
+
+    def work() -> tuple[int, ...]:
+        text = model.tokenizer.render(messages, add_generation_prompt=True)
+        return tuple(model.tokenizer.encode(text))
+
+    try:
+        return await _run(size, work)
+    except ChatError as e:
+        raise bad_value("messages", str(e)) from None
+
+
+def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as templates expect them: contents as text. Raises ApiError 400."""
+    if not messages:
+        raise bad_value("messages", "messages is empty: at least one is required")
+    return [_message(i, message) for i, message in enumerate(messages)]
+
+
+def _message(i: int, message: dict[str, Any]) -> dict[str, Any]:
+    where = f"messages[{i}]"
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        known = ", ".join(sorted(ROLES))
+        raise bad_value("messages", f"{where}.role: one of {known} expected, got {role!r}")
+    if isinstance(content, list):
+        content = "\n".join(_part(f"{where}.content[{k}]", p) for k, p in enumerate(content))
+    elif content is None and role == "assistant":
+        content = ""
+    elif not isinstance(content, str):
+        raise bad_value("messages", f"{where}.content: a text (or a list of text parts) expected")
+    # No template knows the newer name of the system role.
+    return {**message, "role": "system" if role == "developer" else role, "content": content}
+
+
+def _part(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    if kind in ("image_url", "input_audio", "file"):
+        raise unsupported("messages", f"{where} has type {kind!r}; the models here read text only")
+    raise bad_value("messages", f'{where}: an object {{"type": "text", "text": …}} expected')
+
+
+async def completion_prompts(
+    prompt: Any, model: ServedModel, special: bool
+) -> list[tuple[int, ...]]:
+    """Token ids of each prompt: a text, texts, token ids, or lists of them. Raises ApiError 400."""
+    found = []
+    for item in _split(prompt):
+        if isinstance(item, str):
+            encode = partial(model.tokenizer.encode, item, add_special_tokens=special)
+            ids = await _run(len(item), encode)
+            if not ids:
+                raise bad_value("prompt", "the prompt is empty")
+            found.append(tuple(ids))
+        else:
+            found.append(token_prompt(item, model.card.vocabulary))
+    return found
+
+
+def _split(prompt: Any) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list):
+        if not prompt:
+            raise bad_value("prompt", "the prompt is empty")
+        if _are_ids(prompt):
+            return [prompt]
+        if len(prompt) > MAX_PROMPTS:
+            raise bad_value("prompt", f"at most {MAX_PROMPTS} prompts a request")
+        if all(isinstance(p, str) or _are_ids(p) for p in prompt):
+            return prompt
+    raise ApiError(
+        400,
+        "prompt: a text, a list of texts, token ids, or a list of token id lists expected",
+        param="prompt",
+        code="invalid_type",
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)

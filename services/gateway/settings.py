@@ -1,0 +1,63 @@
+"""Settings of the gateway (section ``gateway`` of collm.yaml, ``COLLM_GATEWAY_*``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shared import settings
+from shared.slo import Slo
+
+
+class SloSettings(BaseModel):
+    """Limits in milliseconds that a request gets when it names none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    ttft_ms: float | None = Field(None, gt=0)
+    tpot_ms: float | None = Field(None, gt=0)
+    e2e_ms: float | None = Field(None, gt=0)
+
+    def slo(self) -> Slo:
+        return Slo(ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms, e2e_ms=self.e2e_ms)
+
+
+class ModelSettings(BaseModel):
+    """One served model. The folder defaults to the one the replicas name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    path: Path | None = Field(None, description="Folder with tokenizer.json")
+    slo: SloSettings = SloSettings()
+    default_max_tokens: int | None = Field(
+        None, ge=1, description="Of a chat that names none; default: what the context leaves"
+    )
+
+
+class GatewaySettings(settings.Settings):
+    """Everything the gateway can be told."""
+
+    section: ClassVar[str] = "gateway"
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    name: str = Field("", description="Id in stream names; default: made anew at each start")
+    models: dict[str, ModelSettings] = Field({}, description="By served name")
+
+    queue_limit: int = Field(10_000, ge=1, description="Waiting requests a model, then 503")
+    when_no_replica: Literal["refuse", "wait"] = Field(
+        "refuse", description="What a request meets while no replica of its model lives"
+    )
+    request_timeout: float = Field(600.0, gt=0, description="Hard limit of a request, seconds")
+    redis_wait: float = Field(30.0, gt=0, description="How long Redis may be away, seconds")
+    max_attempts: int = Field(3, ge=1, description="Times a request is tried when replicas die")
+    stale_after: float = Field(
+        30.0, gt=0, description="Seconds without progress after which a request is looked for"
+    )
+    retry_after: float = Field(2.0, gt=0, description="Seconds named with a 503")
+
+    max_body_bytes: int = Field(8 << 20, ge=1024)
+    max_header_bytes: int = Field(32 << 10, ge=1024)
+    body_timeout: float = Field(30.0, gt=0, description="Seconds for a whole request body")
+    max_choices: int = Field(128, ge=1, description="n times the number of prompts")
+    shutdown_grace: float = Field(30.0, gt=0, description="Seconds for running answers at the end")
