@@ -1,0 +1,82 @@
+"""Runs ``collm up`` as a child of a benchmark; reads CPU time and memory of its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+STOP_SECONDS = 40.0
+
+
+class StackError(RuntimeError):
+    """The system did not start; the message ends with what it said."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A running system. ``pids``: part -> process id."""
+
+    url: str
+    redis: str
+    data_dir: Path
+    pids: dict[str, int]
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU time so far by part, children included; all replicas together as "replicas"."""
+        used: dict[str, float] = {}
+        for name, pid in self.pids.items():
+            part = "replicas" if name.startswith("replica") else name
+            used[part] = used.get(part, 0.0) + sum(_cpu(p) for p in _family(pid))
+        return used
+
+    def rss_mb(self) -> dict[str, float]:
+        """Resident memory by part in MB, children included."""
+        return {
+            name: round(sum(p.memory_info().rss for p in _family(pid)) / 1e6, 1)
+            for name, pid in self.pids.items()
+        }
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+@contextlib.contextmanager
+def running(arguments: Sequence[str]) -> Iterator[Stack]:
+    """``collm up --json`` with these arguments in a folder of its own. Raises StackError."""
+    with tempfile.TemporaryDirectory(prefix="collm-bench-") as folder:
+        log = Path(folder) / "up.log"
+        command = [sys.executable, "-m", "collm.cli", "up", "--json", "--port", "0"]
+        command += ["--data-dir", f"{folder}/data", *arguments]
+        with open(log, "wb") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            if not line:
+                raise StackError(f"collm up ended:\n{log.read_text()[-3000:]}")
+            facts = json.loads(line)
+            yield Stack(facts["url"], facts["redis"], Path(facts["data_dir"]), facts["pids"])
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
