@@ -76,6 +76,7 @@ class TorchEngine:
         self._clock = clock
         self._requests: dict[str, _Running] = {}
         self._cancelled: list[Finished] = []
+        self._threads = 0  # for the next step; 0 = as loaded
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
     @classmethod
@@ -206,6 +207,8 @@ class TorchEngine:
     def step_now(self) -> StepReport:
         """``step`` in this thread."""
         begin = time.perf_counter()
+        if self._threads and torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
         finished = list(self._take_cancelled())
         work = self.scheduler.schedule()
         if not work:
@@ -324,8 +327,14 @@ class TorchEngine:
             raise ValueError(f"b = {b}: from 1 to {self.b_max} expected")
         self.scheduler.b = b
 
-    def load_adapter(self, name: str, version: str, path: str) -> None:
-        self.adapters.load(name, version, path)
+    def load_adapter(self, name: str, version: str, path: str, *, current: bool = True) -> None:
+        self.adapters.load(name, version, path, current=current)
+
+    def has_adapter(self, name: str, version: str | None = None) -> bool:
+        return self.adapters.has(name, version)
+
+    def use_threads(self, count: int) -> None:
+        self._threads = count  # set in the step's own thread, to which the setting belongs
 
     def load_adapter_tensors(
         self,

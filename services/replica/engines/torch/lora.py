@@ -82,11 +82,24 @@ class AdapterStore:
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self._resident.values())
 
-    def load(self, name: str, version: str, path: str) -> None:
-        """Read a PEFT folder; new requests for ``name`` get it. Raises AdapterError."""
+    def load(self, name: str, version: str, path: str, *, current: bool = True) -> None:
+        """Read a PEFT folder; new requests for ``name`` get it. Raises AdapterError.
+
+        ``current=False``: only requests pinned to the version get it, unless it is the first.
+        """
         modules = read_folder(path, self._shapes)
-        self._put(name, version, modules, path)
+        if current or name not in self.current:
+            self._put(name, version, modules, path)
+        else:
+            self._insert(name, version, modules, path)
         self._paths[name, version] = path
+
+    def has(self, name: str, version: str | None) -> bool:
+        """Whether ``acquire`` would find the version, in memory or by a path it knows."""
+        if name not in self.current:
+            return False
+        key = (name, version or self.current[name])
+        return key in self._resident or key in self._paths or self._beside(*key) is not None
 
     def load_tensors(
         self,
