@@ -1,0 +1,1 @@
+"""One file an event kind; each has one function ``handle(world, argument)``."""

@@ -1,0 +1,144 @@
+"""What a simulation remembers: sums, histograms and buckets, never a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sim.histogram import Histogram
+from sim.job import Job
+from sim.series import Series
+
+ROWS = (
+    "offered",
+    "completed",
+    "good",
+    "tokens",
+    "good_tokens",
+    "quality_tokens",
+    "shed",
+    "in_flight_seconds",
+    "queued_seconds",
+)
+MAX_BUSY_ROWS = 256  # replicas beyond share rows
+
+
+class Tally:
+    """Sums of one tag (or of all)."""
+
+    def __init__(self) -> None:
+        self.offered = self.completed = self.good = self.shed = self.unfinished = 0
+        self.input_tokens = self.tokens = self.good_tokens = 0
+        self.quality_tokens = 0.0
+        self.ttft, self.tpot, self.e2e = Histogram(), Histogram(), Histogram()
+
+    def summary(self, seconds: float) -> dict[str, Any]:
+        """The keys of the load generator's result, as far as they make sense here."""
+        seconds = max(seconds, 1e-9)
+        result: dict[str, Any] = {
+            "duration": seconds,
+            "offered": self.offered,
+            "completed": self.completed,
+            "failed": self.unfinished,
+            "shed": self.shed,
+            "total_input_tokens": self.input_tokens,
+            "total_output_tokens": self.tokens,
+            "request_throughput": self.completed / seconds,
+            "request_goodput": self.good / seconds,
+            "output_throughput": self.tokens / seconds,
+            "goodput_tokens_per_s": self.good_tokens / seconds,
+            "q_goodput": self.quality_tokens / seconds,
+            "slo_attainment": self.good / self.offered if self.offered else None,
+        }
+        for name, histogram in (("ttft", self.ttft), ("tpot", self.tpot), ("e2el", self.e2e)):
+            mean = histogram.mean
+            result[f"mean_{name}_ms"] = None if mean is None else mean * 1e3
+            for share in (0.5, 0.9, 0.95, 0.99):
+                value = histogram.percentile(share)
+                key = f"p{share * 100:g}_{name}_ms"
+                result[key] = None if value is None else round(value * 1e3, 4)
+        return result
+
+
+class Recorder:
+    """Told of every arrival and end; constant memory whatever the length of the run."""
+
+    def __init__(self, replicas: Sequence[str], tags: Sequence[str] = ()) -> None:
+        self.total = Tally()
+        self.tags = {tag: Tally() for tag in tags}
+        self.series = Series(ROWS)
+        rows = [f"r{k}" for k in range(min(len(replicas), MAX_BUSY_ROWS))]
+        self.busy = Series(rows)
+        self.training = Series(rows)
+        self.row_of = {
+            name: rows[k * len(rows) // len(replicas)] for k, name in enumerate(replicas)
+        }
+        self.replicas_per_row = len(replicas) / max(1, len(rows))
+
+    def _tallies(self, tag: str) -> tuple[Tally, Tally]:
+        if tag not in self.tags:
+            self.tags[tag] = Tally()
+        return self.total, self.tags[tag]
+
+    def offered(self, job: Job) -> None:
+        for tally in self._tallies(job.tag):
+            tally.offered += 1
+        self.series.add("offered", job.received, 1)
+
+    def shed(self, job: Job, now: float) -> None:
+        for tally in self._tallies(job.tag):
+            tally.shed += 1
+        self.series.add("shed", now, 1)
+
+    def finished(self, job: Job, now: float, delay: float, quality: float) -> bool:
+        """The last token came at ``now``, the client has it ``delay`` later. Was it in time?"""
+        ttft = job.first_token + delay - job.received
+        e2e = now + delay - job.received
+        tokens = job.output
+        tpot = (now - job.first_token) / (tokens - 1) if tokens > 1 else None
+        good = job.slo.met(ttft, tpot, e2e)
+        for tally in self._tallies(job.tag):
+            tally.completed += 1
+            tally.input_tokens += job.request.prompt_tokens
+            tally.tokens += tokens
+            tally.ttft.add(ttft)
+            tally.e2e.add(e2e)
+            if tpot is not None:
+                tally.tpot.add(tpot)
+            if good:
+                tally.good += 1
+                tally.good_tokens += tokens
+                tally.quality_tokens += tokens * quality
+        self._bucket(now, tokens, good, quality)
+        return good
+
+    def _bucket(self, now: float, tokens: int, good: bool, quality: float) -> None:
+        add = self.series.add
+        add("completed", now, 1)
+        add("tokens", now, tokens)
+        if good:
+            add("good", now, 1)
+            add("good_tokens", now, tokens)
+            add("quality_tokens", now, tokens * quality)
+
+    def unfinished(self, job: Job) -> None:
+        """The run ended before it did."""
+        for tally in self._tallies(job.tag):
+            tally.unfinished += 1
+
+    def by_time(self) -> dict[str, Any]:
+        """Series for plots; ``bucket_seconds`` is the width of each value."""
+        per_row = self.busy.width * self.replicas_per_row
+        return {
+            "bucket_seconds": self.series.width,
+            **{row: self.series.values(row) for row in ROWS if any(self.series.rows[row])},
+            "utilisation_bucket_seconds": self.busy.width,
+            "utilisation": [
+                [round(min(1.0, v / per_row), 4) for v in self.busy.values(row)]
+                for row in self.busy.rows
+            ],
+            "training": [
+                [round(min(1.0, v / per_row), 4) for v in self.training.values(row)]
+                for row in self.training.rows
+            ],
+        }

@@ -1,0 +1,94 @@
+"""Training beside serving: how fast micro-steps go, when they wait, what they learn."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shared.latency import LatencyModel
+
+if TYPE_CHECKING:
+    from sim.replica import Replica
+
+ACCUMULATION = 8  # micro-steps an optimiser step
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Held-out cross-entropy (nats/token) against samples trained: a power law with a floor.
+
+    CE(s) = floor + (start - floor) * (1 + s / scale)^-power, the form of data scaling laws
+    (Kaplan et al. 2020), fitted to runs of this project (``source``).
+    """
+
+    source: str
+    start: float
+    floor: float
+    scale: float
+    power: float
+
+    def cross_entropy(self, samples: float) -> float:
+        decay: float = (1.0 + samples / self.scale) ** -self.power
+        return self.floor + (self.start - self.floor) * decay
+
+
+class Trainer:
+    """Local training of one replica in the current round. Progress in micro-steps.
+
+    ``beside`` is told before each span how many requests decode; with ``yielding`` the trainer
+    waits in spans in which a running request would miss its deadline beside it.
+    """
+
+    def __init__(
+        self, latency: LatencyModel, B: int, target: float, now: float, *, yielding: bool = True
+    ) -> None:
+        self.latency, self.B, self.target, self.yielding = latency, B, target, yielding
+        self.suspended = False
+        self.done = 0.0
+        self.active_seconds = 0.0
+        self._b, self._waits, self._since = 0, False, now
+
+    @property
+    def effective(self) -> int:
+        """The micro-batch that computes at this moment."""
+        return 0 if self._waits or self.suspended else self.B
+
+    def accrue(self, now: float) -> None:
+        """Count the micro-steps since the last call."""
+        B = self.effective
+        if B > 0:
+            self.done += (now - self._since) / max(self.latency.t_train(self._b, B), 1e-9)
+            self.active_seconds += now - self._since
+        self._since = now
+
+    def beside(self, decoding: int, now: float, replica: Replica | None = None) -> int:
+        """``decoding`` requests run from now on; returns the micro-batch beside them."""
+        self.accrue(now)
+        self._b = decoding
+        self._waits = (
+            self.yielding and replica is not None and self._would_miss(replica, decoding, now)
+        )
+        return self.effective
+
+    def suspend(self, suspended: bool, now: float) -> None:
+        """B = 0 was asked for, or no longer."""
+        self.accrue(now)
+        self.suspended = suspended
+
+    def remaining(self) -> float:
+        """Seconds to the target when nothing decodes beside it; inf while suspended."""
+        if self.suspended or self.B <= 0:
+            return math.inf
+        return max(0.0, self.target - self.done) * self.latency.t_train(0, self.B)
+
+    def _would_miss(self, replica: Replica, decoding: int, now: float) -> bool:
+        with_training = self.latency.t_infer(decoding, self.B)
+        alone = self.latency.t_infer(decoding, 0)
+        for finish_at, _, job in replica.decoding:
+            deadline = job.request.deadline
+            if deadline is not None:
+                steps, left = finish_at - replica.iteration, deadline - now
+                if steps * alone <= left < steps * with_training:
+                    return True
+        return False

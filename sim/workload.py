@@ -1,0 +1,128 @@
+"""Arrivals of a simulation: traces, random, or a trace stretched over many hours of a day."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from loadgen import arrivals, trace
+from loadgen.arrivals import Planned
+from loadgen.trace import Row
+from services.dispatcher.policies.base import Request
+from shared.slo import Slo
+from sim.job import Job
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds, tokens. Either ``traces`` or ``rate``."""
+
+    traces: tuple[tuple[str, Path], ...] = ()
+    trace_align: str = "clock"
+    rate: float | None = None
+    burstiness: float = 1.0
+    prompt_tokens: int = 512
+    output_tokens: int = 64
+    rate_scale: float = 1.0
+    prompt_scale: float = 1.0
+    output_scale: float = 1.0
+    max_prompt: int | None = None
+    max_output: int | None = None
+    limit: int | None = None
+    duration: float | None = None
+    repeat: bool = False  # play the traces again and again until ``duration``
+    diurnal: float = 0.0  # amplitude of the daily rhythm, 0 to below 1
+    day: float = 86_400.0
+    seed: int = 0
+    adapters: tuple[str, ...] = ()
+    adapter_assignment: str = "zipf"
+    zipf_exponent: float = 1.0
+    slos: dict[str, Slo] = {}
+    lengths_known: bool = True  # max_tokens is the output's length, as in a forced replay
+    max_tokens: int = 1024  # else this is what clients ask for
+
+
+def planned(work: Workload) -> Iterator[Planned]:
+    """When and how long, lazily; bad traces raise TraceError."""
+    if work.traces:
+        rows = _rows(work)
+        plan = arrivals.from_trace(
+            rows,
+            rate_scale=work.rate_scale,
+            prompt_scale=work.prompt_scale,
+            output_scale=work.output_scale,
+            max_prompt=work.max_prompt,
+            max_output=work.max_output,
+        )
+    else:
+        assert work.rate is not None, "a workload has traces or a rate"
+        plan = arrivals.gamma(
+            work.rate * work.rate_scale,
+            work.burstiness,
+            work.seed,
+            prompt_tokens=work.prompt_tokens,
+            output_tokens=work.output_tokens,
+        )
+    if work.diurnal:
+        plan = _diurnal(plan, work.diurnal, work.day)
+    return arrivals.limited(plan, limit=work.limit, duration=work.duration)
+
+
+def _rows(work: Workload) -> Iterator[Row]:
+    def once() -> Iterator[Row]:
+        return trace.merge(
+            [trace.read(path, tag) for tag, path in work.traces], align=work.trace_align
+        )
+
+    return _again_and_again(once) if work.repeat else once()
+
+
+def _again_and_again(once: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """The trace end to end; the gap between two turns is the trace's mean gap."""
+    offset = 0.0
+    while True:
+        last, count = 0.0, 0
+        for row in once():
+            last, count = row.time, count + 1
+            yield row._replace(time=offset + row.time)
+        offset += last + last / max(1, count - 1)
+        if last <= 0.0:
+            return  # a trace of one moment cannot be played on
+
+
+def _diurnal(plan: Iterator[Planned], amplitude: float, day: float) -> Iterator[Planned]:
+    """Stretch and squeeze the gaps so that the rate follows 1 - amplitude * cos(2 pi t / day)."""
+    time = last = 0.0
+    for item in plan:
+        rhythm = 1.0 - amplitude * math.cos(2 * math.pi * time / day)
+        time += (item.due - last) / max(rhythm, 1e-3)
+        last = item.due
+        yield item._replace(due=time)
+
+
+def jobs(work: Workload, delay: float) -> Iterator[Job]:
+    """Requests in order of arrival; ``delay`` is what the way to the dispatcher takes."""
+    if work.adapters:
+        names: Iterator[str | None] = arrivals.assign(
+            work.adapters, work.adapter_assignment, work.seed, exponent=work.zipf_exponent
+        )
+    else:
+        names = itertools.repeat(None)
+    general = work.slos.get("") or Slo()
+    for number, due, prompt, output, tag in planned(work):
+        slo = work.slos.get(tag, general)
+        length = output or work.output_tokens
+        request = Request(
+            id=f"{number}",
+            arrival=due,
+            prompt_tokens=prompt or work.prompt_tokens,
+            max_tokens=length if work.lengths_known else max(length, work.max_tokens),
+            adapter=next(names),
+            deadline=None if slo.e2e_ms is None else due + slo.e2e_ms / 1e3,
+            ttft_deadline=None if slo.ttft_ms is None else due + slo.ttft_ms / 1e3,
+            tpot=None if slo.tpot_ms is None else slo.tpot_ms / 1e3,
+        )
+        yield Job(request, length, tag, slo, due)

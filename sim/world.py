@@ -1,0 +1,192 @@
+"""The simulated cluster: the services' own policy objects on virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from services.dispatcher.policies.base import (
+    Completion,
+    Policy,
+    Preempt,
+    Promote,
+    Release,
+    ReplicaView,
+    Shed,
+    Suspend,
+)
+from shared.profile import Profile
+from shared.replica_state import DISPATCHABLE, State
+from sim.events import arrival, turn, wake
+from sim.job import Job
+from sim.kernel import Kernel
+from sim.recorder import Recorder
+from sim.replica import Batching, Replica
+
+SHORTEST_WAKE = 1e-4  # seconds; a policy cannot be asked more often without an event
+
+
+class Delays(msgspec.Struct, frozen=True, kw_only=True):
+    """What the control plane adds, in seconds; measure it with ``python -m bench.control``."""
+
+    request: float = 0.0015  # client -> dispatcher
+    release: float = 0.0010  # dispatcher -> engine
+    reply: float = 0.0010  # engine -> client
+    turn: float = 0.0  # least time between two decisions of the dispatcher
+
+
+class World:
+    """All that events act on."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        profiles: list[Profile],
+        jobs: Iterator[Job],
+        *,
+        batching: Batching,
+        delays: Delays,
+        b_limit: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.kernel = Kernel()
+        self.policy, self.delays = policy, delays
+        names = [f"replica-{k}" for k in range(len(profiles))]
+        self.recorder = Recorder(names)
+        self.replicas: dict[str, Replica] = {}
+        self.states = dict.fromkeys(names, State.SERVING)
+        self.quality = dict.fromkeys(names, 1.0)
+        self.jobs: dict[str, Job] = {}
+        self.armed: float | None = None
+        self.decisions = 0
+        self._last_decision = -1.0
+        self._source = jobs
+        for k, (name, profile) in enumerate(zip(names, profiles, strict=True)):
+            limit = min(profile.b_max, b_limit or profile.b_max)
+            row = self.recorder.row_of[name]
+            self.replicas[name] = Replica(name, row, profile, batching, limit, seed * 7919 + k)
+            self.announce(name)
+        self.draw_arrival()
+
+    # ------------------------------------------------------------ arrivals and ends
+
+    def draw_arrival(self) -> None:
+        """Put the next request of the workload on the heap."""
+        job = next(self._source, None)
+        if job is not None:
+            self.kernel.push(job.received + self.delays.request, arrival.handle, job)
+
+    def finish(self, job: Job, replica: Replica) -> None:
+        """Its last token is computed."""
+        request_id = job.request.id
+        del self.jobs[request_id]
+        now = self.kernel.now
+        self.recorder.finished(job, now, self.delays.reply, self.quality[replica.name])
+        reason = "length" if job.output >= job.request.max_tokens else "stop"
+        self.policy.on_completion(
+            Completion(
+                id=request_id, replica=replica.name, output_tokens=job.output, reason=reason
+            ),
+            now,
+        )
+
+    def run(self, until: float = float("inf")) -> None:
+        """Until every request has ended (or ``until``); what is left counts as unfinished."""
+        self.kernel.run(self, until)
+        for job in self.jobs.values():
+            self.recorder.unfinished(job)
+
+    # ------------------------------------------------------------ decisions
+
+    def decide(self) -> None:
+        """Something happened: ask the policy, at most once in ``delays.turn`` seconds."""
+        due = self._last_decision + self.delays.turn
+        if due > self.kernel.now:
+            self.arm(due)
+        else:
+            self.decide_now()
+
+    def decide_now(self) -> None:
+        """Carry out everything the policy wants now, then arm its next wake."""
+        now = self._last_decision = self.kernel.now
+        self.decisions += 1
+        for action in self.policy.decide(now):
+            match action:
+                case Release():
+                    self._release(action)
+                case Shed():
+                    self.recorder.shed(self.jobs.pop(action.request), now)
+                case Promote():
+                    self.move(action.replica, State.SERVING)
+                case Preempt():
+                    self._preempt(action)
+                case Suspend():
+                    self._suspend(action)
+        wanted = self.policy.next_wake(now)
+        if wanted is not None:
+            self.arm(max(wanted, now + SHORTEST_WAKE))
+
+    def arm(self, time: float) -> None:
+        """Wake the policy at ``time`` unless it is woken earlier anyway."""
+        if self.armed is None or time < self.armed:
+            self.armed = time
+            self.kernel.push(time, wake.handle, time)
+
+    def _release(self, action: Release) -> None:
+        replica = self.replicas[action.replica]
+        jobs = [self.jobs[r] for r in action.requests]
+        for job in jobs:
+            job.replica = replica.name
+        end = replica.accept(jobs, self.kernel.now + self.delays.release)
+        if end is not None:
+            self.schedule_turn(replica, end)
+
+    def schedule_turn(self, replica: Replica, time: float) -> None:
+        self.kernel.push(time, turn.handle, (replica, replica.generation))
+
+    def _preempt(self, action: Preempt) -> None:
+        """Unfinished requests are queued again; what was computed of them is lost."""
+        replica = self.replicas[action.replica]
+        for job in replica.take_back(set(action.requests)):
+            job.reset()
+            job.attempt += 1
+            job.request = msgspec.structs.replace(job.request, attempt=job.attempt)
+            self.policy.on_arrival(job.request, self.kernel.now)
+        self.arm(self.kernel.now + SHORTEST_WAKE)
+
+    def _suspend(self, action: Suspend) -> None:
+        for name in action.replicas:
+            trainer = self.replicas[name].trainer
+            if trainer is not None:
+                trainer.suspend(action.wanted, self.kernel.now)
+                self.announce(name)
+
+    # ------------------------------------------------------------ replicas
+
+    def move(self, name: str, state: State) -> None:
+        """Change a replica's state and tell the policy."""
+        self.states[name] = state
+        self.announce(name)
+
+    def announce(self, name: str) -> None:
+        """Tell the policy how a replica stands."""
+        replica, state = self.replicas[name], self.states[name]
+        profile, trainer = replica.profile, replica.trainer
+        self.policy.on_replica(
+            ReplicaView(
+                id=name,
+                dispatchable=state in DISPATCHABLE,
+                idle=state is State.IDLE,
+                training=state is State.COMBINED,
+                b_limit=replica.b_limit,
+                b_max=profile.b_max,
+                B=0 if trainer is None else trainer.effective,
+                B_wanted=0 if trainer is None else trainer.B,
+                kv_total=profile.kv_tokens,
+                context=profile.context,
+                quality=self.quality[name],
+                latency=profile.coefficients,
+            ),
+            self.kernel.now,
+        )
