@@ -130,15 +130,18 @@ def test_no_replica_goes_idle_before_its_window_is_full() -> None:
 
 
 def test_a_busy_replica_never_goes_idle() -> None:
-    cluster = Cluster([seen("r0", u=0.9), seen("r1", u=0.95), seen("r2", u=0.0, data=DATA)])
-    gone = {d.replica for d in of(ToIdle, cluster.tick(10, arrivals=1.0))}
+    cluster = Cluster(
+        [seen("r0", u=0.9, finished=1), seen("r1", u=0.95, finished=1), seen("r2", u=0.0)]
+    )
+    gone = {d.replica for d in of(ToIdle, cluster.tick(10, arrivals=1.5))}
     assert gone == {"r2"}
 
 
 def test_the_guard_keeps_what_the_load_needs_and_the_papers_rule_does_not() -> None:
     def idled(rule: str) -> set[str]:
         options = Options(t0=5, t_min=3, t_max=20, t_back0=100, rule=rule)
-        cluster = Cluster([seen(f"r{i}", u=0.2, rate=2.0) for i in range(3)], options)
+        light = Load(utilisation=0.2, queued=0.0, b=0.5)
+        cluster = Cluster([seen(f"r{i}", load=light, rate=1.7) for i in range(3)], options)
         return {d.replica for d in of(ToIdle, cluster.tick(12, arrivals=3.0))}
 
     assert idled("guarded") == set()  # 1.2 x 3 requests/s need three of 1.7
@@ -155,15 +158,17 @@ def test_the_last_dispatchable_replica_stays_unless_it_completes_a_session() -> 
 
 
 def test_an_idle_replica_that_nobody_selects_serves_again_after_t_back() -> None:
-    cluster = Cluster([seen("r0", u=0.9), seen("r1", u=0.9), seen("r2", u=0.0)])
-    cluster.tick(5)
+    cluster = Cluster(
+        [seen("r0", u=0.9, finished=1), seen("r1", u=0.9, finished=1), seen("r2", u=0.0)]
+    )
+    cluster.tick(5, arrivals=1.5)
     assert cluster.state("r2") == "idle"
-    made = cluster.tick(4)
+    made = cluster.tick(4, arrivals=1.5)
     back = of(Back, made)
     assert [d.replica for d in back] == ["r2"]
     assert back[0].why == {"idle_ticks": 4.0, "T_back": 4.0}
-    assert of(ToIdle, cluster.tick(4)) == []  # its window starts anew
-    assert len(of(ToIdle, cluster.tick(1))) == 1
+    assert of(ToIdle, cluster.tick(4, arrivals=1.5)) == []  # its window starts anew
+    assert len(of(ToIdle, cluster.tick(1, arrivals=1.5))) == 1
 
 
 def test_too_few_replicas_with_data_are_told_why_they_wait_and_train_alone_in_the_end() -> None:
