@@ -235,7 +235,7 @@ class Launcher:
                 completes[candidate.id] = sum(self._training_rate(by_id[m]) for m in members)
         verdicts = idle.judge(
             candidates,
-            [idle.Capacity(id=r.id, rate=self._capacity(r)) for r in dispatchable],
+            self._capacities(dispatchable),
             floors=self._options.floors,
             rate=self.rate(base),
             headroom=self._options.headroom,
@@ -246,6 +246,16 @@ class Launcher:
             ToIdle(replica=v.id, why={**v.why, "T": float(window_length)})
             for v in verdicts
             if v.idle
+        ]
+
+    def _capacities(self, dispatchable: Sequence[Seen]) -> list[idle.Capacity]:
+        """One a replica; a replica of which nothing is known counts like the others' mean."""
+        rates = {r.id: self._capacity(r) for r in dispatchable}
+        known = [rate for rate in rates.values() if not math.isinf(rate)]
+        usual = sum(known) / len(known) if known else math.inf
+        return [
+            idle.Capacity(id=name, rate=usual if math.isinf(rate) else rate)
+            for name, rate in rates.items()
         ]
 
     def _capacity(self, seen: Seen) -> float:
