@@ -86,6 +86,7 @@ class ControlBlock:
     inference_pid = _Int(2 * _LINE + 1)
     b = _Int(2 * _LINE + 2)  # concurrency limit in force
     B = _Int(2 * _LINE + 3)  # training micro-batch in force; 0 = training rests
+    pulse = _Float(2 * _LINE + 4)  # when its event loop last ran, steps or not
 
     # Written by the parent.
     paused = _Int(4 * _LINE)  # 1 = training stops within one micro-step
@@ -116,7 +117,7 @@ class ControlBlock:
         os.replace(temporary, path)
         block = cls(path, _map(path))
         block.slack = math.inf
-        block.progress_time = time.monotonic()
+        block.progress_time = block.pulse = time.monotonic()
         block.magic = _MAGIC
         return block
 
@@ -148,9 +149,21 @@ class ControlBlock:
         """Whether serving can be delayed by ``seconds`` and still keep its deadlines."""
         return self.slack >= seconds
 
-    def silence(self, now: float | None = None) -> float:
-        """Seconds since the serving loop's last turn."""
-        return (time.monotonic() if now is None else now) - self.progress_time
+    def stuck(self, now: float, *, silence: float, step_timeout: float) -> str | None:
+        """Why the serving loop counts as hung at ``now``; None while it makes progress.
+
+        Its event loop must run every ``silence`` seconds, a step may take ``step_timeout``, and
+        between steps the loop must turn every ``silence`` seconds.
+        """
+        if now - self.pulse > silence:
+            return f"inference process has not run for {now - self.pulse:.1f} s"
+        started = self.step_started
+        if started:
+            running = now - started
+            return f"a step has taken {running:.0f} s" if running > step_timeout else None
+        if now - self.progress_time > silence:
+            return f"serving loop has not turned for {now - self.progress_time:.1f} s"
+        return None
 
 
 def _map(path: Path) -> mmap.mmap:

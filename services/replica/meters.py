@@ -1,0 +1,171 @@
+"""Prometheus metrics of the inference process: vLLM's names under the prefix ``collm_``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from services.replica.engines.base import EngineStatus, StepReport
+from shared.lifetime import Stamp, tpot
+from shared.messages import Finished, Generate, Output
+
+LABELS = ("model_name", "engine")
+TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+        20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+         20.0, 40.0, 80.0)  # fmt: skip
+REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+           240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+COUNTS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+
+
+class Meters:
+    """Metrics of all replicas of the process; label ``engine`` is the replica's id.
+
+    An emulated engine says so in ``collm_engine_info`` and in the label ``emulated`` there.
+    """
+
+    def __init__(self, model: str, engine: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        one: dict[str, Any] = {"labelnames": LABELS, "registry": self.registry}
+        self._info = Gauge(
+            "collm_engine_info",
+            "1; what computes the answers",
+            ("model_name", "engine", "kind", "emulated"),
+            registry=self.registry,
+        )
+        self._kind = engine
+        self._running = Gauge("collm_num_requests_running", "Requests decoding together", **one)
+        self._waiting = Gauge("collm_num_requests_waiting", "Requests without KV memory", **one)
+        self._kv = Gauge("collm_kv_cache_usage_perc", "KV memory in use, 0 to 1", **one)
+        self._prompt = Counter("collm_prompt_tokens", "Prompt tokens prefilled", **one)
+        self._output = Counter("collm_generation_tokens", "Tokens generated", **one)
+        self._success = Counter(
+            "collm_request_success",
+            "Requests that left the engine, by reason",
+            (*LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self._ttft = Histogram(
+            "collm_time_to_first_token_seconds", "Arrival to first token", buckets=TTFT, **one
+        )
+        self._tpot = Histogram(
+            "collm_request_time_per_output_token_seconds",
+            "Per token after the first",
+            buckets=TOKEN,
+            **one,
+        )
+        self._e2e = Histogram(
+            "collm_e2e_request_latency_seconds", "Arrival to last token", buckets=REQUEST, **one
+        )
+        self._queue = Histogram(
+            "collm_request_queue_time_seconds",
+            "Arrival to start of prefill",
+            buckets=REQUEST,
+            **one,
+        )
+        self._prefill = Histogram(
+            "collm_request_prefill_time_seconds",
+            "Start of prefill to first token",
+            buckets=REQUEST,
+            **one,
+        )
+        self._decode = Histogram(
+            "collm_request_decode_time_seconds", "First to last token", buckets=REQUEST, **one
+        )
+        self._prompt_length = Histogram(
+            "collm_request_prompt_tokens", "Prompt length", buckets=COUNTS, **one
+        )
+        self._output_length = Histogram(
+            "collm_request_generation_tokens", "Answer length", buckets=COUNTS, **one
+        )
+        self._iteration = Histogram(
+            "collm_iteration_tokens", "Tokens processed in a step", buckets=COUNTS, **one
+        )
+        self._step = Histogram(
+            "collm_step_seconds", "Duration of an engine step", buckets=TOKEN, **one
+        )
+        self._adapters = Gauge(
+            "collm_lora_adapter_loaded",
+            "1 for each adapter given to new requests",
+            ("adapter", "replica", "version"),
+            registry=self.registry,
+        )
+        self._lag = Gauge(
+            "collm_emulated_step_lag_p99", "p99 of step lag over step time; above 0.05: void", **one
+        )
+        self._loaded: dict[str, dict[str, str]] = {}
+
+    def stepped(self, replica: str, report: StepReport, status: EngineStatus) -> None:
+        """After every engine step."""
+        labels = (self._model, replica)
+        if report.prefill_tokens:
+            self._prompt.labels(*labels).inc(report.prefill_tokens)
+        if report.outputs:
+            self._output.labels(*labels).inc(sum(len(o.tokens) for _, o in report.outputs))
+        if report.b:
+            self._iteration.labels(*labels).observe(report.prefill_tokens + report.decode_tokens)
+            self._step.labels(*labels).observe(report.seconds)
+
+    def answered(self, replica: str, request: Generate, output: Output) -> None:
+        """With the final output of a request, which carries all stamps."""
+        labels, stamps = (self._model, replica), output.stamps
+        tokens = output.offset + len(output.tokens)
+        spans = (
+            (self._ttft, Stamp.RECEIVED, Stamp.FIRST_TOKEN),
+            (self._e2e, Stamp.RECEIVED, Stamp.FINISHED),
+            (self._queue, Stamp.RECEIVED, Stamp.STARTED),
+            (self._prefill, Stamp.STARTED, Stamp.FIRST_TOKEN),
+            (self._decode, Stamp.FIRST_TOKEN, Stamp.FINISHED),
+        )
+        for histogram, start, end in spans:
+            if start in stamps and end in stamps:
+                histogram.labels(*labels).observe(stamps[end] - stamps[start])
+        per_token = tpot(stamps, tokens - len(request.generated))
+        if per_token is not None:
+            self._tpot.labels(*labels).observe(per_token)
+        self._prompt_length.labels(*labels).observe(len(request.prompt))
+        self._output_length.labels(*labels).observe(tokens)
+
+    def left(self, replica: str, finished: Finished) -> None:
+        """A request has left the engine, for whatever reason."""
+        reason = "abort" if finished.reason == "cancelled" else finished.reason
+        self._success.labels(self._model, replica, reason).inc()
+
+    def state(self, replica: str, status: EngineStatus, lag: float | None) -> None:
+        """Gauges, now and then; series of adapters that are gone are removed."""
+        labels = (self._model, replica)
+        emulated = str(self._kind == "emulated").lower()
+        self._info.labels(*labels, self._kind, emulated).set(1)
+        self._running.labels(*labels).set(status.running)
+        self._waiting.labels(*labels).set(status.waiting)
+        self._kv.labels(*labels).set(status.kv_used / max(1, status.kv_total))
+        if lag is not None:
+            self._lag.labels(*labels).set(lag)
+        before = self._loaded.get(replica, {})
+        for name, version in before.items():
+            if status.adapters.get(name) != version:
+                self._adapters.remove(name, replica, version)
+        for name, version in status.adapters.items():
+            self._adapters.labels(name, replica, version).set(1)
+        self._loaded[replica] = dict(status.adapters)
+
+    def text(self) -> str:
+        """Exposition format."""
+        return generate_latest(self.registry).decode()
+
+
+class ChildMetrics(Collector):
+    """The child's metrics as the parent passes them on."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def collect(self) -> Iterator[Metric]:
+        yield from text_string_to_metric_families(self.text)

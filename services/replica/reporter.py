@@ -1,0 +1,113 @@
+"""What a replica reports of itself while it serves: its record, utilisation, an empty queue."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from redis.asyncio import Redis
+
+from services.replica.gateways import GatewayWatch
+from services.replica.link import BACKLOG, Turn
+from services.replica.meters import Meters
+from services.replica.worker import ServingLoop
+from shared import names
+from shared.clock import Now
+from shared.messages import UtilSample
+from shared.records import HEARTBEAT_SECONDS, ReplicaRecord
+from shared.redis_client import TRANSIENT
+
+log = logging.getLogger(__name__)
+
+TICK = 1.0  # seconds between utilisation samples
+_OWN = ("b", "b_max", "B", "in_flight", "waiting", "kv_free", "kv_total", "context", "adapters",
+        "progress")  # fmt: skip
+
+
+class Reporter:
+    """Writes the fields of the record that the serving loop knows, as often as a heartbeat."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        replica: str,
+        loop: ServingLoop,
+        now: Now,
+        meters: Meters,
+        tell: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._redis, self._replica, self._loop = redis, replica, loop
+        self._now, self._meters, self._tell = now, meters, tell
+        self._ticked = time.monotonic()
+        self._busy = loop.block.busy_seconds
+        self._told_drain = False
+        self._gateways = GatewayWatch(redis)
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        while True:
+            try:
+                await self._write()
+                await self._look_for_drain()
+                await self._look_for_gateways()
+            except TRANSIENT as e:
+                log.debug("%s: record not written: %s", self._replica, e)
+            if time.monotonic() - self._ticked >= TICK:
+                self._tick()
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    async def _write(self) -> None:
+        loop, status = self._loop, self._loop.status
+        record = ReplicaRecord(
+            b=status.b_limit,
+            b_max=loop.engine.b_max,
+            B=loop.block.B,
+            in_flight=len(loop.books.members),
+            waiting=status.waiting,
+            kv_free=status.kv_total - status.kv_used,
+            kv_total=status.kv_total,
+            context=loop.engine.card.context,
+            adapters=status.adapters,
+            progress=self._now() - (time.monotonic() - loop.block.progress_time),
+        )
+        await self._redis.hset(names.replica(self._replica), mapping=record.to_hash(*_OWN))
+
+    def _tick(self) -> None:
+        """One utilisation sample: the share of wall time spent in engine steps."""
+        now = time.monotonic()
+        seconds, self._ticked = now - self._ticked, now
+        busy = self._loop.block.busy_seconds
+        share, self._busy = (busy - self._busy) / seconds, busy
+        status = self._loop.status
+        sample = UtilSample(
+            replica=self._replica,
+            time=self._now(),
+            utilisation=min(1.0, max(0.0, share)),
+            queued=status.waiting,
+            b=self._loop.mean_b(seconds),
+            source="step_share",
+        )
+        lag = getattr(self._loop.engine, "lag", None)
+        self._meters.state(self._replica, status, None if lag is None else lag.p99())
+        if self._loop.publisher.backlog < BACKLOG:
+            self._loop.publisher.put(Turn(samples=[("util", sample)]))
+
+    async def _look_for_drain(self) -> None:
+        loop = self._loop
+        if loop.drain_wanted is not None and not self._told_drain:
+            self._told_drain = True
+            self._tell({"drain": {self._replica: loop.drain_wanted}})
+        if loop.draining and loop.empty and not loop.publisher.backlog:
+            left = await self._redis.xlen(names.batches(self._replica))
+            if not left and loop.empty and not loop.publisher.backlog:
+                self._tell({"drained": self._replica})
+
+    async def _look_for_gateways(self) -> None:
+        members = self._loop.books.members.values()
+        for gateway in await self._gateways.gone(m.request.gateway for m in members):
+            log.warning("%s: gateway %s is gone; its requests end", self._replica, gateway)
+            self._loop.forget(gateway)
+            await self._gateways.remove(gateway)
