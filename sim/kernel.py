@@ -21,7 +21,8 @@ class Kernel:
     def push(self, time: float, handler: Handler, argument: Any) -> None:
         """``handler(world, argument)`` at ``time`` (not before now)."""
         self._order += 1
-        heapq.heappush(self._heap, (max(time, self.now), self._order, handler, argument))
+        now = self.now
+        heapq.heappush(self._heap, (time if time > now else now, self._order, handler, argument))
 
     def run(self, world: Any, until: float = float("inf")) -> None:
         """Handle events in order of time until none is left or ``until`` has come."""

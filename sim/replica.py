@@ -71,6 +71,8 @@ class Replica:
         self.trainer: Trainer | None = None
         self._order = 0
         self._random = random.Random(seed)
+        self._cv = profile.jitter if batching.jitter else 0.0
+        self._noise_mean = math.exp(self._cv**2 / 2)
         self._slots: OrderedDict[str, None] = OrderedDict()
         self._merged: str | None = None
         self._adapter_now: str | None = None
@@ -89,7 +91,7 @@ class Replica:
             self.generation += 1
             return now
         if span.chunks or span.steps == 1 or not self._may_admit():
-            return None
+            return None  # its next boundary is early enough (prompts go oldest first)
         steps = max(1, math.ceil((now - span.start) / span.seconds - 1e-9))
         if steps >= span.steps:
             return None
@@ -124,7 +126,7 @@ class Replica:
         self.busy += now - span.start
         finished: list[Job] = []
         for job, tokens in span.chunks:
-            job.to_prefill -= tokens
+            job.to_prefill -= tokens * span.steps
             if job.to_prefill <= 0:
                 job.first_token = now
                 self.prefilling.remove(job)
@@ -150,18 +152,20 @@ class Replica:
                 self.trainer.beside(0, now)
             return None
         B = 0 if self.trainer is None else self.trainer.beside(decoding, now, self)
-        seconds, steps, chunks = extra, 1, []
+        chunks: list[tuple[Job, int]] = []
+        seconds, steps = extra, 1
         if decoding:
             seconds += self._decode_seconds(decoding, B)
+            steps = self.decoding[0][0] - self.iteration
         if self.prefilling:
             chunks, tokens = self._chunks(decoding)
             seconds += self.latency.t_prefill(tokens, B)
-        else:
-            steps = self.decoding[0][0] - self.iteration
-        if self.batching.jitter and self.profile.jitter:
+            whole = chunks[0][0].to_prefill // tokens  # iterations that are all this prompt's
+            steps = 1 if extra or whole < 1 else min(steps, whole) if decoding else whole
+        if self._cv:
             seconds *= self._noise(steps)
         self.span = Span(now, steps, seconds, decoding, chunks)
-        return self.span.end
+        return now + steps * seconds
 
     def _decode_seconds(self, decoding: int, B: int) -> float:
         seconds = self.latency.t_infer(decoding, B)
@@ -169,9 +173,8 @@ class Replica:
 
     def _noise(self, steps: int) -> float:
         """Mean of ``steps`` log-normal factors, by its first two moments."""
-        cv = self.profile.jitter
-        mean = math.exp(cv * cv / 2)
-        return max(0.05, mean * (1.0 + self._random.gauss(0.0, cv) / math.sqrt(steps)))
+        spread = self._cv if steps == 1 else self._cv / math.sqrt(steps)
+        return max(0.05, self._noise_mean * (1.0 + self._random.gauss(0.0, spread)))
 
     def _chunks(self, decoding: int) -> tuple[list[tuple[Job, int]], int]:
         """Prompt tokens of this iteration, oldest first, within the budget of a step."""
