@@ -99,7 +99,7 @@ class TrainingContext:
 
     # ------------------------------------------------------------ adapter
 
-    def adapter(self, lora: Lora, name: str, seed: int = 0) -> Adapter:
+    def adapter(self, lora: Lora, seed: int = 0) -> Adapter:
         """The one LoRA on the base, of the wanted shape; its weights are not reset."""
         spec = LoraSpec(
             r=lora.rank,
@@ -110,13 +110,13 @@ class TrainingContext:
         if self._adapter is not None and self._adapter.spec == spec:
             return self._adapter
         self.drop_adapter()
-        self._adapter = Adapter.attach(self.base, spec, name, seed)
+        self._adapter = Adapter.attach(self.base, spec, seed)
         return self._adapter
 
-    def fresh_adapter(self, lora: Lora, name: str, seed: int) -> Adapter:
+    def fresh_adapter(self, lora: Lora, seed: int) -> Adapter:
         """Like ``adapter``, but initialised anew: A random from ``seed``, B zero."""
         self.drop_adapter()
-        return self.adapter(lora, name, seed)
+        return self.adapter(lora, seed)
 
     def drop_adapter(self) -> None:
         if self._adapter is not None:

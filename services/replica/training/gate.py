@@ -7,7 +7,6 @@ layer's time. Waiting is polling of shared memory, a few hundred nanoseconds a l
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 
@@ -175,8 +174,3 @@ class ServingGate:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
-
-
-def lower_priority(nice: int) -> None:
-    """Give this process way to everything else on the host, for good."""
-    os.nice(max(0, nice - os.nice(0)))

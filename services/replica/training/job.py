@@ -52,7 +52,7 @@ Json = dict[str, Any]
 def initialise(plain: Json) -> Json:
     """InitialiseJob -> InitialiseResult. A version that is there already stays."""
     job, context = from_json(plain, InitialiseJob), CONTEXT.get()
-    adapter = context.fresh_adapter(job.lora, job.base, job.seed)
+    adapter = context.fresh_adapter(job.lora, job.seed)
     path = write_folder(
         Path(context.config.data_dir),
         job.adapter,
@@ -157,7 +157,7 @@ def evaluate(plain: Json) -> Json:
     if data is None or not data.heldout.examples:
         return to_json(EvaluateResult(client=job.client, ce=(None,) * len(job.paths), tokens=0))
     examples = data.heldout.examples[: job.max_samples]
-    found: list[float | None] = [evaluate_path(context, p, job.base, examples) for p in job.paths]
+    found: list[float | None] = [evaluate_path(context, p, examples) for p in job.paths]
     return to_json(
         EvaluateResult(
             client=job.client,
@@ -171,15 +171,15 @@ def evaluate(plain: Json) -> Json:
 # ---------------------------------------------------------------- parts
 
 
-def evaluate_path(context: TrainingContext, path: str, base: str, examples: Any) -> float:
+def evaluate_path(context: TrainingContext, path: str, examples: Any) -> float:
     """Cross-entropy under the version in ``path``; "" is the base model (an adapter with B = 0)."""
     if path:
         card = adapter_files.read_card(Path(path))
         lora = Lora(rank=card.rank, lora_alpha=card.lora_alpha, target_modules=card.target_modules)
-        adapter = context.adapter(lora, base)
+        adapter = context.adapter(lora)
         adapter.load(read_tensors(Path(path)))
     else:
-        adapter = context.fresh_adapter(Lora(), base, 0)
+        adapter = context.fresh_adapter(Lora(), 0)
     gate = ServingGate(
         context.block,
         context.slots,

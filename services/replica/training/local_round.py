@@ -86,7 +86,7 @@ class LocalRound:
         if self._data is None or not self._data.train.examples:
             log.info("round %d of %s: no training data here", job.round, job.adapter)
             return self._result(0.0, None)
-        adapter = context.adapter(job.lora, job.base, job.seed)
+        adapter = context.adapter(job.lora, job.seed)
         parent = read_tensors(Path(job.parent_path))
         adapter.load(parent)
         self._heldout = self._data.heldout.examples[: self._settings.heldout_limit]

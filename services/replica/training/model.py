@@ -7,6 +7,7 @@ comes after the base, or its own weights would stay on meta.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,8 @@ class LoraSpec:
     target_modules: tuple[str, ...]
     lora_dropout: float = 0.0
 
-    def peft_config(self, base: str) -> LoraConfig:
+    def peft_config(self, base: str | None = None) -> LoraConfig:
+        """``base``: what the saved adapter names as its base model."""
         return LoraConfig(
             r=self.r,
             lora_alpha=self.lora_alpha,
@@ -112,12 +114,14 @@ class Adapter:
                 position = end
 
     @classmethod
-    def attach(cls, base: nn.Module, spec: LoraSpec, name: str, seed: int = 0) -> Adapter:
+    def attach(cls, base: nn.Module, spec: LoraSpec, seed: int = 0) -> Adapter:
         """Wrap ``base`` in a fresh LoRA (A random from ``seed``, B zero). Raises ModelError."""
         state = torch.random.get_rng_state()
         try:
             torch.manual_seed(seed)
-            model = get_peft_model(base, spec.peft_config(name))
+            with warnings.catch_warnings():  # PEFT 0.21 reads a name that transformers renamed
+                warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+                model = get_peft_model(base, spec.peft_config())
         except ValueError as e:
             raise ModelError(f"target_modules {', '.join(spec.target_modules)}: {e}") from e
         finally:

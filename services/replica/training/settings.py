@@ -34,19 +34,17 @@ class TrainingSettings(Settings):
 
     max_length: int = Field(512, ge=8, description="tokens of an example; longer ones are cut")
     heldout: float = Field(0.1, ge=0, lt=1, description="part of the chats kept for evaluation")
-    heldout_limit: int = Field(32, ge=1, description="chats that one evaluation reads at most")
+    heldout_limit: int = Field(16, ge=1, description="chats that one evaluation reads at most")
     skip_broken: bool = Field(False, description="leave broken lines out instead of failing")
 
     publish: Publish = "on_improvement"
-    evaluate_every: int = Field(1, ge=1, description="optimiser steps between held-out losses")
+    evaluate_every: int = Field(5, ge=1, description="optimiser steps between held-out losses")
     save_every: int = Field(25, ge=1, description="optimiser steps between saved states")
     keep_versions: int = Field(20, ge=1, description="versions of an adapter kept on disk")
-    max_shadow_rank: int = Field(64, ge=1, description="rank the shared-memory slots have room for")
     probe_interval: float = Field(
         60.0, ge=0, description="seconds between quality probes while no job runs; 0 = none"
     )
 
     threads: int = Field(0, ge=0, description="compute threads; 0 = what the host's slots give")
-    nice: int = Field(19, ge=0, le=19, description="added to the process's niceness")
     yielding: bool = Field(True, description="wait while serving has no slack")
     worker_ttl: float = Field(6.0, ge=3, description="seconds after which a silent worker is dead")

@@ -137,23 +137,29 @@ class Trainer:
         )
         self._prepare_model()
         self._waited_inside = self._mean_square = 0.0
-        self._hooks = [
-            layer.register_full_backward_pre_hook(self._between) for layer in self._layers()
-        ] + [layer.register_forward_pre_hook(self._between) for layer in self._layers()]
+        self._hooks = [layer.register_forward_hook(self._after_layer) for layer in self._layers()]
 
     def _prepare_model(self) -> None:
-        model = self.adapter.model
+        """Checkpointing on or off; transformers 5 calls it activation checkpointing."""
+        base = self.adapter.model.get_base_model()
+        kind = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
         if self.plan.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.enable_input_require_grads()
+            getattr(base, f"{kind}_checkpointing_enable")({"use_reentrant": False})
         else:
-            model.gradient_checkpointing_disable()
+            getattr(base, f"{kind}_checkpointing_disable")()
 
     def _layers(self) -> list[nn.Module]:
         found: list[nn.Module] = list(self.adapter.model.get_base_model().model.layers)
         return found
 
-    def _between(self, *_: object) -> None:
+    def _after_layer(self, layer: nn.Module, inputs: object, output: object) -> None:
+        """Look at the gate after the layer, and again when its gradient comes back."""
+        self._look(None)
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(self._look)  # type: ignore[no-untyped-call]
+
+    def _look(self, _: Tensor | None) -> None:
         self._waited_inside += self.gate.inside()
 
     def close(self) -> None:

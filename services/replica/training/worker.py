@@ -19,15 +19,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
+import orjson
 from redis import Redis
 from rq import Queue, SimpleWorker
 from rq.job import Job, JobStatus
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 
+from services.replica import pipes
 from services.replica.training.config import WorkerConfig
 from services.replica.training.context import CONTEXT, TrainingContext
-from services.replica.training.gate import Stopped, lower_priority
+from services.replica.training.gate import Stopped
 from shared import logs, names
 from shared.redis_client import TRANSIENT, connect_sync
 
@@ -177,22 +179,24 @@ def serve(context: TrainingContext, ready: Any = None) -> None:
 
 
 def _watch(pipe: Connection) -> None:
-    """End this process when the parent's end of the pipe closes."""
-    while True:
+    """Stop after the present job when the parent says so or is gone.
+
+    A parent that will not wait kills; the job is then taken over at the next start.
+    """
+    wanted = False
+    while not wanted:
         try:
-            message = pipe.recv_bytes()
+            wanted = bool(orjson.loads(pipe.recv_bytes()).get("stop"))
         except (EOFError, OSError):
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        log.debug("parent says %r", message)
+            wanted = True
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main(config_json: str, pipe: Connection) -> None:
-    """Entry point of the spawned process. Says ``b"ready"`` on the pipe once it takes jobs."""
+    """Entry point of the spawned process. Says ``ready`` on the pipe once it takes jobs."""
     config = msgspec.json.decode(config_json, type=WorkerConfig)
     logs.setup(f"training {config.replica}", config.log_level, config.log_format)
-    lower_priority(config.training().nice)
     redis: Redis = connect_sync(config.redis_url, socket_timeout=60.0)
     context = TrainingContext(config, redis)
     threading.Thread(target=_watch, args=(pipe,), name="parent-watch", daemon=True).start()
-    serve(context, lambda: pipe.send_bytes(b"ready"))
+    serve(context, lambda: pipes.send(pipe, {"ready": {config.replica: {"pid": os.getpid()}}}))
