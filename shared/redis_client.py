@@ -24,6 +24,8 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+from shared.redis_connection import send_promptly
+
 log = logging.getLogger(__name__)
 
 BLOCK_MS = 1000  # how long a blocking read waits; well below SOCKET_TIMEOUT
@@ -59,6 +61,7 @@ def connect(url: str, *, max_connections: int = 64) -> Redis:
     if url.startswith("unix://"):
         options.pop("socket_keepalive")
     client: Redis = Redis.from_url(url, **options)
+    send_promptly(client)
     return client
 
 
@@ -88,6 +91,7 @@ def _sentinel(rest: str, options: dict[str, object]) -> Redis:
     pairs, service, more = _parse_sentinel(rest)
     sentinel = Sentinel(pairs, socket_timeout=5.0, retry=Retry(NoBackoff(), 0))
     client: Redis = sentinel.master_for(service, **{**options, **more})
+    send_promptly(client)
     return client
 
 

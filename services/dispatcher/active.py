@@ -74,6 +74,7 @@ class Active:
         self._last = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.progress = time.monotonic()
+        self.recovered = False
         trust = Trust()
         self._watch = ReplicaWatch(redis, trust)
         self._intake = Intake(
@@ -115,8 +116,9 @@ class Active:
                 oldest = milliseconds if oldest is None else min(oldest, milliseconds)
         if oldest is not None:
             self._signals.start_at(oldest)
-        claimed = await self._intake.claim()
+        claimed = await self._intake.recover()
         self._counters.recovered.inc(claimed)
+        self.recovered = True
         in_flight = sum(len(d.flying) for d in self.desks.values())
         log.info(
             "active: %d models, %d replicas, %d requests in flight, %d claimed",
@@ -141,7 +143,8 @@ class Active:
     async def _watch_replicas(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):  # then it is the regular look
-                await asyncio.wait_for(self._look.wait(), WATCH_SECONDS)
+                async with asyncio.timeout(WATCH_SECONDS):
+                    await self._look.wait()
             self._look.clear()
             await self._apply(await self._watch.look())
 

@@ -45,16 +45,17 @@ def parse(stream_id: bytes, fields: Mapping[bytes, bytes], queued: float) -> Ent
     try:
         number = _Numbers(fields)
         request_id, attempt = fields[b"id"].decode(), int(fields.get(b"attempt", b"1"))
+        generated = int(fields.get(b"generated_tokens") or b"0")
         arrival, ttft, tpot = float(fields[b"arrival"]), number(b"ttft_ms"), number(b"tpot_ms")
         request = Request(
             id=key_of(request_id, attempt),
             arrival=arrival,
-            prompt_tokens=int(fields[b"prompt_tokens"]),
-            max_tokens=int(fields[b"max_tokens"]),
+            prompt_tokens=int(fields[b"prompt_tokens"]) + generated,
+            max_tokens=int(fields[b"max_tokens"]) - generated,
             adapter=_text(fields, b"adapter"),
             adapter_version=_text(fields, b"adapter_version"),
             tenant=_text(fields, b"tenant") or "",
-            priority=int(fields.get(b"priority", b"0")),
+            priority=int(fields.get(b"priority") or b"0"),
             deadline=number(b"deadline"),
             ttft_deadline=None if ttft is None else arrival + ttft / 1e3,
             tpot=None if tpot is None else tpot / 1e3,
@@ -83,12 +84,12 @@ class _Numbers:
         self._fields = fields
         for name in (b"arrival", b"deadline", b"ttft_ms", b"tpot_ms", b"e2e_ms"):
             raw = fields.get(name)
-            if raw is not None and not abs(float(raw)) < 1e15:
+            if raw and not abs(float(raw)) < 1e15:
                 raise BadEntry(f"field {name.decode()!r} is no finite number: {raw!r}")
 
     def __call__(self, name: bytes) -> float | None:
         raw = self._fields.get(name)
-        return None if raw is None or raw == b"" else float(raw)
+        return float(raw) if raw else None
 
 
 def _text(fields: Mapping[bytes, bytes], name: bytes) -> str | None:

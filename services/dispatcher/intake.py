@@ -61,6 +61,13 @@ class Intake:
         """Wait for new entries and take them; returns how many."""
         return await self._take(dict.fromkeys(self._streams, ">"), block=BLOCK_MS)
 
+    async def recover(self) -> int:
+        """Take what this consumer had pending when its last run ended, then what others have."""
+        taken = 0
+        for stream in list(self._streams):
+            taken += await self._history(stream, "0", None)
+        return taken + await self.claim()
+
     async def claim(self) -> int:
         """Take over what other (former) consumers have pending; returns how many."""
         taken = 0
@@ -98,9 +105,9 @@ class Intake:
             before = f"{last[0]}-{last[1] - 1}" if last[1] else f"{last[0] - 1}"
             taken += await self._history(stream, before, ids[-1])
 
-    async def _history(self, stream: bytes, after: str, last: bytes) -> int:
-        """Entries that are pending with this consumer, after one id up to another."""
-        wanted, taken = _order(last), 0
+    async def _history(self, stream: bytes, after: str, last: bytes | None) -> int:
+        """Entries that are pending with this consumer, after one id up to another (or all)."""
+        wanted, taken = None if last is None else _order(last), 0
         while True:
             reply = await self._redis.xreadgroup(
                 names.GROUP_DISPATCHER, self._consumer, {stream: after}, count=self._count
@@ -109,7 +116,7 @@ class Intake:
             if not entries:
                 return taken
             for entry_id, fields in entries:
-                if _order(entry_id) > wanted:
+                if wanted is not None and _order(entry_id) > wanted:
                     return taken
                 await self._one(stream, entry_id, fields)
                 taken += 1

@@ -73,6 +73,7 @@ class Dispatcher:
                     raise
                 self._trouble = f"{type(error).__name__}: {error}"
                 log.warning("starts anew: %s", self._trouble)
+                await self._redis.connection_pool.disconnect(inuse_connections=False)
             finally:
                 self._active = None
                 self._counters.active.set(0)
@@ -100,6 +101,8 @@ class Dispatcher:
 
     def ready(self) -> str | None:
         """Red, too, while Redis or the lease makes trouble; a standby is ready."""
+        if self._active is not None and not self._active.recovered:
+            return "recovering"
         return self._trouble or self.live()
 
 

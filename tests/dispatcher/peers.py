@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from services.dispatcher.service import Dispatcher
 from services.dispatcher.settings import DispatcherSettings
 from shared import names
+from shared.entries import request_values
 from shared.messages import (
     BODY,
     Batch,
@@ -27,7 +28,6 @@ from shared.messages import (
 from shared.records import ModelCard, ReplicaRecord
 from shared.redis_client import ensure_group
 from shared.replica_state import State, move
-from shared.request_entry import request_fields
 from shared.slo import Slo
 
 MODEL = "tiny"
@@ -70,7 +70,9 @@ class ScriptedGateway:
 
     async def send(self, request_id: str, **changes: Any) -> None:
         request = self.generate(request_id, **changes)
-        await self.redis.xadd(names.requests(self.model), request_fields(request))
+        await self.redis.execute_command(
+            "XADD", names.requests(self.model), "*", *request_values(request)
+        )
 
     async def cancel(self, request_id: str) -> None:
         body = encode(Cancel(id=request_id))
