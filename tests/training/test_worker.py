@@ -209,13 +209,18 @@ def test_pause_stops_within_a_micro_step_and_gives_the_slots_back(
     begun = worker.block.micro_steps
     until(lambda: worker.block.micro_steps > begun, "training")
     worker.block.paused = 1
-    until(lambda: worker.block.micro_started == 0.0, "pause")
     before = worker.block.micro_steps
-    lease = slots.acquire(2)
-    assert lease.count == 2
-    lease.release()
-    assert worker.block.micro_steps - before <= 1
-    worker.block.paused = 0
+
+    def both() -> bool:
+        with slots.acquire(2) as lease:
+            return lease.count == 2
+
+    try:
+        until(both, "slots")
+        assert worker.block.micro_steps - before <= 1
+        assert worker.block.micro_started == 0.0
+    finally:
+        worker.block.paused = 0
     until(lambda: worker.block.micro_steps > before + 1, "training goes on")
     send_stop_job_command(worker.redis, job.id, serializer=JSONSerializer)
     until(lambda: worker.block.training == 0, "end")

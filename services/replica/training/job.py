@@ -59,7 +59,7 @@ def initialise(plain: Json) -> Json:
         job.version,
         adapter.spec,
         adapter.tensors(),
-        job.base,
+        context.config.folder,
     )
     count = adapter.flat.numel()
     return to_json(InitialiseResult(version=job.version, path=str(path), parameters=count))
@@ -128,7 +128,7 @@ def aggregate(plain: Json) -> Json:
         job.version,
         LoraSpec(job.lora.rank, job.lora.lora_alpha, job.lora.target_modules),
         {n: torch.from_numpy(t) for n, t in done.tensors.items()},
-        job.base,
+        context.config.folder,
         extra={SERVER_STATE: save_arrays(done.state)} if done.state else None,
     )
     return to_json(

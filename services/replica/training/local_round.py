@@ -165,7 +165,7 @@ class LocalRound:
             data_dir=Path(self._context.config.data_dir),
             replica=self._context.config.replica,
             name=job.adapter,
-            base=job.base,
+            base=self._context.config.folder,
             shadow=self._context.shadow(),
             keep=self._settings.keep_versions,
         )

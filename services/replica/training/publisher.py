@@ -39,7 +39,8 @@ def write_folder(
 ) -> Path:
     """Write a version as a PEFT folder, whole or not at all; returns the folder.
 
-    ``extra`` are further files to lie beside the tensors (name -> content).
+    ``base`` is what PEFT is to load the adapter on: the base model's folder; ``extra`` are
+    further files to lie beside the tensors (name -> content).
     """
     with adapter_files.staged(data_dir, name, version) as folder:
         config = spec.peft_config(base)
