@@ -49,6 +49,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     created: float = 0.0
     current: str = ""  # version given to new requests; "" = none yet
     quality: float = 1.0  # of the current version
+    training: dict[str, str | int | float] = {}  # how it is trained where not by default
+    trained: dict[str, int] = {}  # replica -> samples that its past sessions have seen
 
 
 class Conflict(RuntimeError):
@@ -134,7 +136,7 @@ class AdapterRegistry:
     """Reads and changes the registry; one object a process. Disk work runs in a thread."""
 
     def __init__(self, redis: Redis, data_dir: Path) -> None:
-        self._redis = redis
+        self._redis = self.redis = redis
         self.data_dir = data_dir
 
     def folder(self, name: str, version: str) -> Path:
@@ -227,8 +229,30 @@ class AdapterRegistry:
 
     async def get(self, name: str) -> Adapter | None:
         raw = await self._redis.hgetall(names.adapter(name))
-        values = {k.decode(): v.decode() for k, v in raw.items()}
+        values: dict[str, Any] = {k.decode(): v.decode() for k, v in raw.items()}
+        for field in ("training", "trained"):
+            if field in values:
+                values[field] = orjson.loads(values[field])
         return msgspec.convert(values, Adapter, strict=False) if values else None
+
+    async def set_training(self, name: str, options: dict[str, str | int | float]) -> None:
+        """How sessions train this adapter (see services.coordinator.settings.TrainingOptions).
+
+        Raises Unknown.
+        """
+        await self._set(name, "training", orjson.dumps(options))
+
+    async def set_trained(self, name: str, samples: dict[str, int]) -> None:
+        """What sessions have learnt from: replica -> samples; more than that is fresh data."""
+        await self._set(name, "trained", orjson.dumps(samples))
+
+    async def _set(self, name: str, field: str, value: bytes) -> None:
+        script = (
+            "if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end "
+            "redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) return 1"
+        )
+        if not await self._redis.eval(script, 1, names.adapter(name), field, value):
+            raise Unknown(f"no adapter {name!r} is registered")
 
     async def all(self, *, tenant: str | None = None, base: str | None = None) -> list[Adapter]:
         """All adapters by name; ``tenant`` keeps that tenant's own and everybody's."""

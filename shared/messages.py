@@ -179,6 +179,24 @@ class UnloadAdapter(Message, frozen=True, kw_only=True, tag="unload_adapter", om
     reply_to: str = ""
 
 
+class StoreData(Message, frozen=True, kw_only=True, tag="store_data", omit_defaults=True):
+    """Keep a training file for an adapter on this replica and nowhere else."""
+
+    adapter: str
+    file: str  # id of the file; storing it again replaces it
+    blob: str  # where its bytes are
+    suffix: str = ".jsonl"
+    reply_to: str = ""
+
+
+class DeleteData(Message, frozen=True, kw_only=True, tag="delete_data", omit_defaults=True):
+    """Delete a training file here; "" deletes all of the adapter's."""
+
+    adapter: str
+    file: str = ""
+    reply_to: str = ""
+
+
 class Drain(Message, frozen=True, kw_only=True, tag="drain", omit_defaults=True):
     """Finish what runs, accept nothing more, stop."""
 
@@ -195,7 +213,7 @@ class SuspendTraining(
 
 
 DispatcherCommand = Cancel
-ReplicaCommand = Cancel | Configure | LoadAdapter | UnloadAdapter | Drain
+ReplicaCommand = Cancel | Configure | LoadAdapter | UnloadAdapter | StoreData | DeleteData | Drain
 CoordinatorCommand = SuspendTraining
 
 # ---------------------------------------------------------------- metrics
@@ -292,6 +310,8 @@ Any_ = (
     | Configure
     | LoadAdapter
     | UnloadAdapter
+    | StoreData
+    | DeleteData
     | Drain
     | SuspendTraining
     | StepSample

@@ -105,6 +105,11 @@ def session(session_id: str) -> str:
     return f"{PREFIX}session:{session_id}"
 
 
+def session_wishes(session_id: str) -> str:
+    """Hash: what launcher, gateway or an operator want of a session; taken by the coordinator."""
+    return f"{PREFIX}session:{session_id}:wishes"
+
+
 SESSIONS = PREFIX + "sessions"  # set of session ids not yet ended
 
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 from services.replica.control_block import ControlBlock
 from services.replica.engines.base import AdapterError, Engine, Rejected
+from shared import data_homes
 from shared.adapter_files import BadName
 from shared.adapters import AdapterRegistry, AdapterVersion, Unknown
-from shared.messages import Generate, LoadAdapter, UnloadAdapter
+from shared.messages import DeleteData, Generate, LoadAdapter, StoreData, UnloadAdapter
 from shared.redis_client import TRANSIENT
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,15 @@ class AdapterLoads:
             )
             return {**answer, "kind": "adapter_refused", "ok": "0", "why": str(e)}
         return answer
+
+    async def count_data(self) -> None:
+        """Write into the record how many training samples this replica holds."""
+        await data_homes.refresh(self._registry.redis, self._registry.data_dir, self._replica)
+
+    async def obey_data(self, command: StoreData | DeleteData) -> dict[str, str]:
+        """Keep or delete a training file; returns the fields of the event that answers."""
+        registry = self._registry
+        return await data_homes.obey(registry.redis, registry.data_dir, self._replica, command)
 
     async def _load(self, name: str, version: str, path: str, *, current: bool) -> None:
         started = time.monotonic()

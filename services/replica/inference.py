@@ -103,6 +103,7 @@ class Inference:
             self._prepare(replica, engine, adapters, slots)
         for loop in self._loops.values():
             await patiently(loop.loads.load_all, "loading of adapters")
+            await patiently(loop.loads.count_data, "counting of training data")
             if self._settings.training:
                 loop.loads.watch(registry.shadow(self._settings, loop.engine))
         await patiently(lambda: self._publish_card(engines), "the model's card")

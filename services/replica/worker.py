@@ -29,11 +29,13 @@ from shared.messages import (
     Cancel,
     Configure,
     DecodeError,
+    DeleteData,
     Drain,
     Failed,
     Finished,
     Generate,
     LoadAdapter,
+    StoreData,
     UnloadAdapter,
     decode,
 )
@@ -355,6 +357,8 @@ class ServingLoop:
                 self._configure(command)
             case LoadAdapter() | UnloadAdapter():
                 self._turn.events.append(await self.loads.obey(command))
+            case StoreData() | DeleteData():
+                self._turn.events.append(await self.loads.obey_data(command))
             case Drain():
                 self.drain_wanted = command.reason or "asked for"
             case _:
