@@ -1,22 +1,37 @@
-"""redis-py connections that send without ``asyncio.wait_for``.
+"""redis-py connections that send without ``asyncio.wait_for`` and pack commands in C.
 
 redis-py wraps each send in ``wait_for``: one task a command, and before Python 3.12 a
 cancellation that arrives while the send completes is lost, so that a service does not stop.
+Its asyncio connections pack commands in Python; hiredis does it ten times faster.
 """
 
 from __future__ import annotations
 
 import asyncio
 import builtins
+from collections.abc import Iterable
 from typing import Any
 
+import hiredis
 from redis.asyncio import Redis
 from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.sentinel import SentinelManagedConnection
-from redis.exceptions import ConnectionError, TimeoutError
+from redis.exceptions import ConnectionError, DataError, TimeoutError
 
 
 class _PromptSend:
+    def pack_command(self, *args: Any) -> list[bytes]:
+        name = args[0]
+        if isinstance(name, str):
+            name = name.encode()
+        try:
+            return [hiredis.pack_command((*name.split(), *args[1:]))]
+        except TypeError as e:
+            raise DataError(f"{name.decode()}: bytes, str, int and float arguments only") from e
+
+    def pack_commands(self, commands: Iterable[Iterable[Any]]) -> list[bytes]:
+        return [packed for command in commands for packed in self.pack_command(*command)]
+
     async def send_packed_command(self: Any, command: Any, check_health: bool = True) -> None:
         if not self.is_connected:
             await self.connect_check_health(check_health=False)
