@@ -131,8 +131,8 @@ class Child:
             self._deaths.popleft()
         if len(self._deaths) > self._restarts:
             raise GaveUp(
-                f"{self.name} {how}, the {len(self._deaths)}th time in {WINDOW / 60:.0f} minutes; "
-                "see its log for the reason"
+                f"{self.name} process {how}; it has died {len(self._deaths)} times within "
+                f"{WINDOW / 60:.0f} minutes: see its log for the reason"
             )
         if len(self._deaths) > 1:
             await asyncio.sleep(min(LONGEST_PAUSE, 0.1 * 2 ** len(self._deaths)))

@@ -94,7 +94,12 @@ class Inference:
     async def _load(self) -> dict[str, Engine]:
         started = time.monotonic()
         beside = {replica: _beside(block) for replica, block in self._blocks.items()}
-        engines = await asyncio.to_thread(registry.build, self._settings, self._clock, beside)
+        try:
+            engines = await asyncio.to_thread(registry.build, self._settings, self._clock, beside)
+        except (ValueError, OSError) as e:
+            # A bad folder or profile does not get better by another start.
+            self._told({"fatal": f"the engine cannot be built: {e}"})
+            raise SystemExit(1) from e
         adapters = AdapterRegistry(self._redis, self._settings.data_dir)
         slots = None
         if self._settings.engine == "torch":

@@ -45,6 +45,7 @@ class Reporter:
         self._busy = loop.block.busy_seconds
         self._told_drain = False
         self._gateways = GatewayWatch(redis)
+        self._leftover: set[str] = set()  # gateways that are gone, their reply stream not yet
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -110,4 +111,9 @@ class Reporter:
         for gateway in await self._gateways.gone(m.request.gateway for m in members):
             log.warning("%s: gateway %s is gone; its requests end", self._replica, gateway)
             self._loop.forget(gateway)
+            self._leftover.add(gateway)
+        # Its last tokens may be on their way still, and would make the stream again.
+        busy = {m.request.gateway for m in members}
+        for gateway in sorted(self._leftover - busy) if not self._loop.publisher.backlog else ():
             await self._gateways.remove(gateway)
+            self._leftover.discard(gateway)

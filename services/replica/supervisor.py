@@ -70,6 +70,7 @@ class Supervisor:
         self._draining = False
         self._hurry = asyncio.Event()
         self._stop = asyncio.Event()
+        self._fatal: str | None = None  # why the inference child can never start
         self._metrics = ChildMetrics()
         registry = CollectorRegistry()
         registry.register(self._metrics)
@@ -139,6 +140,8 @@ class Supervisor:
             how = await self._inference.ended()
             start.cancel()
             await asyncio.gather(start, return_exceptions=True)
+            if self._fatal is not None:
+                raise GaveUp(self._fatal)
             log.error("inference process %s; its requests are given back", how)
             why = f"inference process {how}"
             await self._begin_all(why)
@@ -243,6 +246,7 @@ class Supervisor:
     def _heard(self, message: dict[str, Any]) -> None:
         if "ready" in message:
             self._ready.set()
+        self._fatal = message.get("fatal", self._fatal)
         self._begun.update(message.get("begun", {}))
         if "metrics" in message:
             self._metrics.text = message["metrics"]
