@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import uvloop
@@ -20,6 +21,11 @@ def main() -> int:
         print(e, file=sys.stderr)
         return 2
     logs.setup("gateway", settings.log_level, settings.log_format)
+
+    # uvicorn handles both while it serves and raises them again afterwards: the end was asked
+    # for, so the process ends well.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
 
     async def run() -> bool:
         http = server(Gateway(settings))

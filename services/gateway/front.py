@@ -32,10 +32,14 @@ class Front:
             return
         exchange = Exchange(scope, receive, self._counting(send))
         handler = self._routes.get(exchange.path)
-        if handler is None or scope["method"] != "POST":
+        if handler is None:
             await self._other(exchange, scope, receive)
-            return
-        await self._answer(exchange, handler)
+        elif scope["method"] != "POST":
+            await exchange.fail(
+                ApiError(405, f"method {scope['method']} is not allowed on {exchange.path}")
+            )
+        else:
+            await self._answer(exchange, handler)
 
     async def _answer(self, exchange: Exchange, handler: Handler) -> None:
         answered = False

@@ -15,6 +15,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 JSON = (b"content-type", b"application/json")
+LINGER_SECONDS = 2.0
+LINGER_BYTES = 64 << 20
 _GOOD_ID = re.compile(rb"[A-Za-z0-9._:-]{1,100}")
 
 
@@ -104,10 +106,30 @@ class Exchange:
         await self.write(body, more=False)
 
     async def fail(self, error: ApiError) -> None:
-        headers = error.headers()
-        if error.status in (408, 413):
-            headers.append((b"connection", b"close"))  # the rest of the body is not read
-        await self.respond(error.status, error.body(), headers)
+        if error.status not in (408, 413):
+            await self.respond(error.status, error.body(), error.headers())
+            return
+        body = error.body()
+        length = (b"content-length", str(len(body)).encode())
+        close = (b"connection", b"close")
+        await self.start(error.status, [JSON, length, close, *error.headers()])
+        await self.write(body)
+        await self._linger()
+        await self.write(b"", more=False)
+
+    async def _linger(self) -> None:
+        """Take in some of the unread body: closing at once would reset the connection before
+        the client has read the answer."""
+        size = 0
+        try:
+            async with asyncio.timeout(LINGER_SECONDS):
+                while size < LINGER_BYTES:
+                    message = await self.receive()
+                    size += len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body"):
+                        return
+        except TimeoutError:
+            return
 
 
 def _too_large(limit: int) -> ApiError:

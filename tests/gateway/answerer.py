@@ -28,7 +28,7 @@ from shared.messages import (
     encode,
 )
 from shared.records import ModelCard, ReplicaRecord
-from shared.redis_client import TRANSIENT, ensure_group
+from shared.redis_client import TRANSIENT, ensure_group, patiently
 
 Script = Callable[[Generate], list[int]]
 
@@ -147,7 +147,8 @@ class Answerer:
 
     async def send(self, gateway: str, message: Message) -> None:
         kind = str(message.__struct_config__.tag)
-        await self.redis.xadd(names.replies(gateway), {"kind": kind, BODY: encode(message)})
+        fields = {"kind": kind, BODY: encode(message)}
+        await patiently(lambda: self.redis.xadd(names.replies(gateway), fields), "the answerer")
 
 
 async def register(

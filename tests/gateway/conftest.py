@@ -58,7 +58,6 @@ async def serve(settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, str]]
         yield gateway, f"http://127.0.0.1:{port}"
     finally:
         http.should_exit = True
-        http.force_exit = True
         await task
 
 
@@ -73,6 +72,7 @@ def start(redis: Redis, redis_server: RedisServer, tiny_folder: Path, tmp_path: 
     async def starter(key: str = "none", **settings: Any) -> AsyncIterator[Served]:
         await register(redis, MODEL, tiny_folder)
         values = {"redis_url": redis_server.url, "data_dir": tmp_path, "port": 0, **settings}
+        values.setdefault("shutdown_grace", 1)
         async with (
             answering(redis, MODEL, says("Hello there!")) as answerer,
             serve(GatewaySettings(**values)) as (gateway, url),
