@@ -40,6 +40,11 @@ def redis_url(option: str | None, data_dir: Path | None) -> str:
     return str(_facts(settings.data_dir, "--redis or COLLM_REDIS_URL")["redis"])
 
 
+def data_folder(option: Path | None) -> Path:
+    """Data folder of the running system, absolute."""
+    return _settings(option).data_dir.resolve()
+
+
 def gateway_url(option: str | None, data_dir: Path | None) -> str:
     """Address of the gateway without a path; ends the command when none is known."""
     url = option or client_variable("COLLM_URL")

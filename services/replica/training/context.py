@@ -22,7 +22,7 @@ from services.replica.training import data
 from services.replica.training.config import WorkerConfig
 from services.replica.training.model import Adapter, LoraSpec, ModelError, build_base
 from services.replica.weights import open_fused
-from shared import adapter_files, chat, names, training_data
+from shared import adapter_files, chat, data_homes, names, training_data
 from shared.messages import BODY, Message, encode
 from shared.redis_client import TRANSIENT
 from shared.rounds import Lora
@@ -30,7 +30,6 @@ from shared.rounds import Lora
 log = logging.getLogger(__name__)
 
 METRICS_MAXLEN = 100_000
-DATA_SUFFIXES = (".jsonl", ".json")
 
 
 @dataclass(frozen=True)
@@ -130,17 +129,12 @@ class TrainingContext:
 
     # ------------------------------------------------------------ data
 
-    def data_folder(self, adapter: str) -> Path:
-        """Where this replica's private data of an adapter lies."""
-        return self.config.home / "data" / adapter_files.check_name(adapter)
-
     def data_set(self, adapter: str, max_tokens: int, heldout: float) -> DataSet | None:
         """The adapter's data, tokenised once; None when there is none here.
 
         Raises training_data.DataError naming file and line.
         """
-        folder = self.data_folder(adapter)
-        files = sorted(f for f in folder.glob("*") if f.suffix in DATA_SUFFIXES)
+        files = data_homes.files(Path(self.config.data_dir), self.config.replica, adapter)
         if not files:
             return None
         stamp = ";".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns}" for f in files)
