@@ -11,7 +11,7 @@ from shared import names
 from shared.records import ReplicaRecord
 
 # Logs with a bounded length: read by cursor, never drained.
-LOGS = frozenset({names.METRICS, names.EVENTS, names.DEAD_LETTERS})
+LOGS = frozenset({names.METRICS, names.EVENTS, names.DECISIONS, names.DEAD_LETTERS})
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):

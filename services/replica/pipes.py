@@ -58,3 +58,6 @@ def listen(
             ended()
 
     loop.add_reader(pipe.fileno(), readable)
+    # uvloop makes the descriptor non-blocking, and then a message whose end has not arrived yet,
+    # or a full pipe, looks like an error. Messages are short and both sides read all the time.
+    os.set_blocking(pipe.fileno(), True)
