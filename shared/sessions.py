@@ -8,6 +8,8 @@ the steps of a round.
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
@@ -56,7 +58,9 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float = 0.0  # of the round's local training
     losses: dict[str, tuple[float, ...]] = {}  # client -> local loss by round
     loss: float | None = None  # F of the last round
-    heldout: float | None = None  # of the parent version, mean over the clients
+    heldout: dict[str, float] = {}  # client -> held-out loss of the parent version
+    kept_back: int = 0  # rounds in a row whose version was not promoted
+    least: int = 2  # clients below which the session ends
     B: dict[str, int] = {}  # micro-batch a client in this round
     samples: dict[str, int] = {}  # client -> samples it held when it took part
     results: dict[str, Any] = {}  # client -> RoundResult of the round in work
@@ -76,6 +80,11 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
             name = key.decode()
             values[name] = value.decode() if name in texts else orjson.loads(value)
         return msgspec.convert(values, cls)
+
+
+def new_id(adapter: str) -> str:
+    """A session id of letters, digits and dashes (job ids are made of it)."""
+    return f"{re.sub('[^A-Za-z0-9]+', '-', adapter)[:40].strip('-')}-{secrets.token_hex(4)}"
 
 
 _OPEN = """

@@ -91,7 +91,10 @@ def plan(settings: UpSettings, served: tuple[Served, ...], data: Path, redis_url
         *(Part(r, "services.replica", {**common, **e}) for r, e in _replicas(settings, served)),
     ]
     if settings.train:
-        parts += [Part(name, f"services.{name}", common) for name in _trainers()]
+        parts += [
+            Part(n, f"services.{n}", {**common, f"COLLM_{n.upper()}_PORT": "0"})
+            for n in _trainers()
+        ]
     return Plan(tuple(parts), served)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Mapping
 
@@ -124,7 +123,7 @@ class LauncherService:
 
     async def _open(self, acting: Acting, proposal: Proposal) -> None:
         session = sessions.Session(
-            id=f"{proposal.adapter}-{secrets.token_hex(4)}",
+            id=sessions.new_id(proposal.adapter),
             adapter=proposal.adapter,
             base=proposal.base,
             clients=proposal.clients,

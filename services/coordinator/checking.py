@@ -1,0 +1,99 @@
+"""Whether a new version may be promoted: its held-out loss on every client's own data."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from services.coordinator.context import Context
+from services.coordinator.jobs import JobFailed, job_id
+from services.coordinator.settings import TrainingOptions
+from shared.rounds import EVALUATE, BadJob, EvaluateJob, EvaluateResult
+from shared.sessions import Session
+
+log = logging.getLogger(__name__)
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """Held-out nats per token before and after, mean over clients that measured both."""
+
+    good: bool
+    why: str
+    before: float | None = None
+    after: float | None = None
+    before_of: dict[str, float] = {}
+    after_of: dict[str, float] = {}
+
+
+async def check(
+    context: Context, session: Session, options: TrainingOptions, parent: str, new: str
+) -> Check:
+    """All clients evaluate at once; one that cannot is left out of the mean."""
+    found = await asyncio.gather(
+        *(_evaluate(context, session, options, c, parent, new) for c in session.clients)
+    )
+    before, after = dict(session.heldout), dict[str, float]()
+    for result in found:
+        if result is None:
+            continue
+        if len(result.ce) == 2 and result.ce[0] is not None:
+            before[result.client] = result.ce[0]
+        if result.ce[-1] is not None:
+            after[result.client] = result.ce[-1]
+    return verdict(before, after, options.margin)
+
+
+def verdict(before: dict[str, float], after: dict[str, float], margin: float) -> Check:
+    """Not good when the mean rose by more than ``margin`` (relative). Pure.
+
+    Without any measurement there is nothing against a version.
+    """
+    both = sorted(before.keys() & after.keys())
+    if not both:
+        mean = sum(after.values()) / len(after) if after else None
+        return Check(good=True, why="no held-out data", after=mean, after_of=after)
+    old = sum(before[c] for c in both) / len(both)
+    new = sum(after[c] for c in both) / len(both)
+    good = new <= old * (1 + margin)
+    sign = "within" if good else "beyond"
+    return Check(
+        good=good,
+        why=f"held-out loss {old:.4f} -> {new:.4f}, {sign} the margin of {margin:g}",
+        before=old,
+        after=new,
+        before_of=before,
+        after_of=after,
+    )
+
+
+async def _evaluate(
+    context: Context,
+    session: Session,
+    options: TrainingOptions,
+    client: str,
+    parent: str,
+    new: str,
+) -> EvaluateResult | None:
+    known = client in session.heldout
+    job = EvaluateJob(
+        session=session.id,
+        client=client,
+        adapter=session.adapter,
+        base=session.base,
+        paths=(new,) if known else (parent, new),
+        heldout_fraction=options.heldout_fraction,
+        max_tokens=options.max_tokens,
+        max_samples=options.heldout_samples,
+        seed=options.seed,
+    )
+    name = job_id(session.id, f"r{session.round}", f"a{session.attempt}", "check", client)
+    limit = context.settings.job_seconds
+    if await context.cluster.record(client) is None:
+        return None
+    try:
+        return await context.jobs.run(client, name, EVALUATE, job, EvaluateResult, limit)
+    except (JobFailed, BadJob, TimeoutError) as e:
+        await context.tell("check_failed", session, replica=client, why=str(e) or "no answer")
+        return None

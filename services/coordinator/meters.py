@@ -1,0 +1,57 @@
+"""Prometheus series of the coordinator."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+class Meters:
+    """One registry a process; series of an ended session disappear with ``forget``."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        one = self.registry
+        self.round = Gauge("collm_fl_round", "Round in work", ["adapter"], registry=one)
+        self.participants = Gauge("collm_fl_participants", "Clients", ["adapter"], registry=one)
+        self.failures = Counter(
+            "collm_fl_round_failures", "Rounds without a version", ["reason"], registry=one
+        )
+        self.error = Gauge(
+            "collm_fl_aggregation_error",
+            "Relative error of averaging the factors apart",
+            ["adapter"],
+            registry=one,
+        )
+        self.loss = Gauge("collm_fl_loss", "Training loss of the round", ["adapter"], registry=one)
+        self.heldout = Gauge(
+            "collm_fl_heldout_ce", "Held-out nats per token", ["adapter"], registry=one
+        )
+        self.quality = Gauge(
+            "collm_fl_quality", "Q of the current version", ["adapter"], registry=one
+        )
+        self.epsilon = Gauge(
+            "collm_fl_epsilon", "Privacy spent by a client so far", ["adapter"], registry=one
+        )
+        self.exchange_bytes = Counter(
+            "collm_fl_exchange_bytes", "Adapter bytes moved", ["path"], registry=one
+        )
+        self.exchange_seconds = Counter(
+            "collm_fl_exchange_seconds", "Seconds spent moving them", ["path"], registry=one
+        )
+        self.overhead = Histogram(
+            "collm_fl_round_overhead",
+            "Share of a round that is not training",
+            buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
+            registry=one,
+        )
+        self.goodput = Gauge(
+            "collm_goodput_estimate", "Training goodput at B*", ["replica"], registry=one
+        )
+        self.r2 = Gauge(
+            "collm_latency_model_r2", "R2 of the decode fit", ["replica", "variables"], registry=one
+        )
+
+    def forget(self, adapter: str) -> None:
+        """An adapter's session ended."""
+        for gauge in (self.round, self.participants):
+            gauge.remove(adapter)

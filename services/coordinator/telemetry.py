@@ -1,0 +1,130 @@
+"""What the coordinator learns from the metrics stream: latency samples, progress, lengths.
+
+Pure books: messages in, planes and numbers out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from services.coordinator.fit import Plane, Sample, Window, latency_model
+from services.coordinator.goodput import Progress
+from shared.latency import LatencyModel
+from shared.messages import StepSample, TrainSample
+
+SHORT = 0.0005  # seconds a step; shorter ones say nothing
+
+
+class Planes(msgspec.Struct, frozen=True, kw_only=True):
+    """The three fits of one replica; None: not observed."""
+
+    decode: Plane | None = None
+    prefill: Plane | None = None
+    train: Plane | None = None
+
+    def model(self) -> LatencyModel | None:
+        """None until a slope of decoding is known: one batch size tells nothing of others."""
+        if self.decode is None or not self.decode.observed_x:
+            return None
+        return latency_model(self.decode, self.prefill, self.train)
+
+
+class _Windows:
+    def __init__(self) -> None:
+        self.decode, self.prefill, self.train = Window(), Window(), Window()
+
+
+class Telemetry:
+    """Windows a replica; ``hardware`` says which replicas pool their samples."""
+
+    def __init__(self) -> None:
+        self._windows: dict[str, _Windows] = {}
+        self._hardware: dict[str, str] = {}
+        self._progress: dict[str, Progress] = {}
+        self._lengths: dict[str, tuple[float, float]] = {}
+        self._finished: dict[str, list[tuple[float, int]]] = {}
+
+    def describe(self, replica: str, hardware: str) -> None:
+        """Say what a replica runs on (host, engine, model, threads): equal ones pool."""
+        self._hardware[replica] = hardware
+
+    def forget(self, replica: str) -> None:
+        for book in (self._windows, self._hardware, self._progress):
+            book.pop(replica, None)
+
+    def step(self, sample: StepSample) -> None:
+        """One inference sample; steps with prefill count what exceeds their decode part."""
+        self._note_finished(sample)
+        per_step = sample.seconds / max(1, sample.steps)
+        if per_step < SHORT or sample.b <= 0:
+            return
+        windows = self._windows.setdefault(sample.replica, _Windows())
+        if sample.prefill_tokens == 0:
+            windows.decode.add(Sample(sample.time, sample.b, sample.B, per_step))
+            return
+        if sample.steps != 1:
+            return
+        decode = windows.decode.fit(sample.time)
+        rest = per_step
+        if decode is not None and sample.decode_tokens > 0:
+            rest = per_step - decode(sample.decode_tokens, sample.B)
+        windows.prefill.add(Sample(sample.time, sample.prefill_tokens, sample.B, rest))
+
+    def train(self, sample: TrainSample) -> None:
+        """One optimiser step: its mean micro-step, and what it says about learning."""
+        windows = self._windows.setdefault(sample.replica, _Windows())
+        windows.train.add(Sample(sample.time, sample.B, sample.b, sample.micro_seconds))
+
+    def round_ended(
+        self, replica: str, loss_reduction: float | None, noise_scale: float | None
+    ) -> None:
+        old = self._progress.get(replica, Progress())
+        self._progress[replica] = old.updated(loss_reduction, noise_scale)
+
+    def progress(self, replica: str) -> Progress:
+        return self._progress.get(replica, Progress())
+
+    def planes(self, replica: str, now: float) -> Planes:
+        """Fits over this replica's samples and those of its like."""
+        own = self._windows.get(replica)
+        if own is None:
+            own = _Windows()
+        mine = self._hardware.get(replica)
+        others = [
+            w
+            for name, w in self._windows.items()
+            if name != replica and mine is not None and self._hardware.get(name) == mine
+        ]
+        return Planes(
+            decode=own.decode.fit(now, [w.decode for w in others]),
+            prefill=own.prefill.fit(now, [w.prefill for w in others]),
+            train=own.train.fit(now, [w.train for w in others]),
+        )
+
+    def lengths(self, base: str) -> tuple[float, float]:
+        """Mean prompt and output tokens of recent requests."""
+        return self._lengths.get(base, (128.0, 128.0))
+
+    def rate(self, base: str, now: float, seconds: float = 30.0) -> float:
+        """Finished requests per second of late; arrivals when the dispatcher names none."""
+        recent = [(t, n) for t, n in self._finished.get(base, []) if t >= now - seconds]
+        self._finished[base] = recent
+        return sum(n for _, n in recent) / seconds
+
+    def _note_finished(self, sample: StepSample) -> None:
+        done = [f for f in sample.finished if f.reason in ("stop", "length")]
+        if not done:
+            return
+        prompt, output = self.lengths(sample.model)
+        for f in done:
+            prompt += (f.prompt_tokens - prompt) / 50
+            output += (f.output_tokens - output) / 50
+        self._lengths[sample.model] = (prompt, output)
+        self._finished.setdefault(sample.model, []).append((sample.time, len(done)))
+
+
+def hardware_of(record: Mapping[str, object]) -> str:
+    """Replicas with equal values run alike."""
+    return "|".join(str(record.get(k, "")) for k in ("model", "engine", "host", "thread_slots"))
