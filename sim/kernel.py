@@ -15,6 +15,7 @@ class Kernel:
     def __init__(self) -> None:
         self.now = 0.0
         self.handled = 0
+        self.stopped = False  # nothing more that matters will happen
         self._heap: list[tuple[float, int, Handler, Any]] = []
         self._order = 0
 
@@ -24,10 +25,12 @@ class Kernel:
         now = self.now
         heapq.heappush(self._heap, (time if time > now else now, self._order, handler, argument))
 
-    def run(self, world: Any, until: float = float("inf")) -> None:
-        """Handle events in order of time until none is left or ``until`` has come."""
+    def run(self, world: Any, most: int) -> None:
+        """Handle events in order of time: at most ``most``, until ``stopped`` or none is left."""
         heap, pop = self._heap, heapq.heappop
-        while heap and heap[0][0] <= until:
+        for _ in range(most):
+            if not heap or self.stopped:
+                return
             self.now, _, handler, argument = pop(heap)
             self.handled += 1
             handler(world, argument)

@@ -81,6 +81,10 @@ class Replica:
     def running(self) -> int:
         return len(self.prefilling) + len(self.decoding)
 
+    def busy_until(self, now: float) -> float:
+        """Seconds in which an iteration ran, up to ``now``."""
+        return self.busy + (0.0 if self.span is None else max(0.0, now - self.span.start))
+
     # ------------------------------------------------------------ requests
 
     def accept(self, jobs: list[Job], now: float) -> float | None:

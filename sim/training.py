@@ -48,11 +48,12 @@ class Trainer:
         self.done = 0.0
         self.active_seconds = 0.0
         self._b, self._waits, self._since = 0, False, now
+        self._ended = False
 
     @property
     def effective(self) -> int:
         """The micro-batch that computes at this moment."""
-        return 0 if self._waits or self.suspended else self.B
+        return 0 if self._waits or self.suspended or self._ended else self.B
 
     def accrue(self, now: float) -> None:
         """Count the micro-steps since the last call."""
@@ -75,6 +76,11 @@ class Trainer:
         """B = 0 was asked for, or no longer."""
         self.accrue(now)
         self.suspended = suspended
+
+    def pause(self, now: float) -> None:
+        """The round is done for this client; nothing trains until the next one."""
+        self.accrue(now)
+        self._ended = True
 
     def remaining(self) -> float:
         """Seconds to the target when nothing decodes beside it; inf while suspended."""

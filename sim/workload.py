@@ -103,8 +103,8 @@ def _diurnal(plan: Iterator[Planned], amplitude: float, day: float) -> Iterator[
         yield item._replace(due=time)
 
 
-def jobs(work: Workload, delay: float) -> Iterator[Job]:
-    """Requests in order of arrival; ``delay`` is what the way to the dispatcher takes."""
+def jobs(work: Workload) -> Iterator[Job]:
+    """Requests in order of arrival, drawn one at a time."""
     if work.adapters:
         names: Iterator[str | None] = arrivals.assign(
             work.adapters, work.adapter_assignment, work.seed, exponent=work.zipf_exponent

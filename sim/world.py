@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,6 +25,10 @@ from sim.kernel import Kernel
 from sim.recorder import Recorder
 from sim.replica import Batching, Replica
 
+if TYPE_CHECKING:
+    from sim.federation import Federation
+
+WATCH_EVENTS = 5_000  # events between two looks from outside
 SHORTEST_WAKE = 1e-4  # seconds; a policy cannot be asked more often without an event
 
 
@@ -58,6 +63,11 @@ class World:
         self.states = dict.fromkeys(names, State.SERVING)
         self.quality = dict.fromkeys(names, 1.0)
         self.jobs: dict[str, Job] = {}
+        self.federation: Federation | None = None
+        self.base_quality = 1.0  # 1 / cross-entropy of the adapter that is served at the start
+        self.more_to_come = True
+        self.ended = 0.0  # when the last request ended
+        self._room = max((min(p.context, p.kv_tokens) for p in profiles), default=0)
         self.armed: float | None = None
         self.decisions = 0
         self._last_decision = -1.0
@@ -74,15 +84,32 @@ class World:
     def draw_arrival(self) -> None:
         """Put the next request of the workload on the heap."""
         job = next(self._source, None)
+        self.more_to_come = job is not None
         if job is not None:
             self.kernel.push(job.received + self.delays.request, arrival.handle, job)
+
+    def enter(self, job: Job) -> bool:
+        """Count an arrival; False for one that no replica could ever hold (refused at once)."""
+        self.recorder.offered(job)
+        if job.kv > self._room:
+            self.recorder.unfinished(job)
+            return False
+        self.jobs[job.request.id] = job
+        if self.federation is not None:
+            self.federation.arrived(job)
+        self.policy.on_arrival(job.request, self.kernel.now)
+        return True
 
     def finish(self, job: Job, replica: Replica) -> None:
         """Its last token is computed."""
         request_id = job.request.id
         del self.jobs[request_id]
         now = self.kernel.now
-        self.recorder.finished(job, now, self.delays.reply, self.quality[replica.name])
+        quality = self.base_quality if self.federation is None else self.federation.quality
+        self.recorder.finished(job, now, self.delays.reply, quality)
+        if self.federation is not None:
+            self.federation.finished(job, replica.name)
+        self._one_ended()
         reason = "length" if job.output >= job.request.max_tokens else "stop"
         self.policy.on_completion(
             Completion(
@@ -91,9 +118,17 @@ class World:
             now,
         )
 
-    def run(self, until: float = float("inf")) -> None:
-        """Until every request has ended (or ``until``); what is left counts as unfinished."""
-        self.kernel.run(self, until)
+    def _one_ended(self) -> None:
+        self.ended = self.kernel.now
+        self.kernel.stopped = not (self.more_to_come or self.jobs)
+
+    def run(self, watch: Callable[[World], None] | None = None) -> None:
+        """Until every request has ended; those that nothing can end count as failed."""
+        kernel = self.kernel
+        while len(kernel) and not kernel.stopped:
+            kernel.run(self, WATCH_EVENTS)
+            if watch is not None:
+                watch(self)
         for job in self.jobs.values():
             self.recorder.unfinished(job)
 
@@ -117,6 +152,7 @@ class World:
                     self._release(action)
                 case Shed():
                     self.recorder.shed(self.jobs.pop(action.request), now)
+                    self._one_ended()
                 case Promote():
                     self.move(action.replica, State.SERVING)
                 case Preempt():

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 def handle(world: World, job: Job) -> None:
     """Queue it and draw the next one, so that only one arrival is ever on the heap."""
-    world.jobs[job.request.id] = job
-    world.recorder.offered(job)
-    world.policy.on_arrival(job.request, world.kernel.now)
+    entered = world.enter(job)
     world.draw_arrival()
-    world.decide()
+    if entered:
+        world.decide()

@@ -1,0 +1,139 @@
+"""``collm simulate``: what this system would do on a cluster that is not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import orjson
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from collm.console import err, fail, tell
+from loadgen import trace
+from services.dispatcher.policies.registry import UnknownPolicy
+from shared import slo
+from shared.profile import ProfileError
+from sim import report, what_if
+from sim.federation import Federated
+from sim.replica import Batching
+from sim.scenario import Scenario, ScenarioError, run
+from sim.workload import Workload
+from sim.world import World
+
+Option = typer.Option
+BAD_INPUT = (
+    ProfileError,
+    ScenarioError,
+    UnknownPolicy,
+    report.NoPlots,
+    trace.TraceError,
+    ValueError,
+)
+WHAT_IF_REQUESTS = 12_000  # requests of each trial of a what-if, unless --limit says otherwise
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``collm simulate``."""
+    app.command()(simulate)
+
+
+def simulate(
+    profile: Annotated[str, Option(help="Hardware profile: a name or a YAML file")] = "h20-8b",
+    replicas: Annotated[int, Option(help="Replicas of the cluster")] = 16,
+    policy: Annotated[str, Option(help="Dispatch policy")] = "least_loaded",
+    traces: Annotated[
+        list[str] | None, Option("--trace", metavar="[TAG=]CSV", help="Azure trace; repeatable")
+    ] = None,
+    rate: Annotated[float | None, Option(help="Requests/s at random instead of a trace")] = None,
+    burstiness: Annotated[float, Option(help="Gamma shape; 1 is Poisson")] = 1.0,
+    limits: Annotated[
+        list[str] | None,
+        Option("--slo", metavar="[TAG/]NAME:VALUE", help="e2e:2s, ttft:200, tpot:50; repeatable"),
+    ] = None,
+    scale: Annotated[
+        float | None,
+        Option("--rate-scale", help="Simulate this load; without it: find the largest"),
+    ] = None,
+    limit: Annotated[int | None, Option(help="Requests")] = None,
+    hours: Annotated[float | None, Option(help="Hours of arrivals; a trace is repeated")] = None,
+    diurnal: Annotated[float, Option(help="Amplitude of a daily rhythm, 0 to 0.99")] = 0.0,
+    prompt_scale: Annotated[float, Option(help="Multiplies prompt lengths")] = 1.0,
+    output_scale: Annotated[float, Option(help="Multiplies output lengths")] = 1.0,
+    adapters: Annotated[int, Option(help="Number of adapters, popularity by Zipf's law")] = 0,
+    static: Annotated[bool, Option(help="Static batches instead of continuous ones")] = False,
+    train: Annotated[bool, Option("--train/--no-train", help="Fine-tune when idle")] = True,
+    curve: Annotated[str, Option(help="Loss curve of the training")] = "assumed",
+    target: Annotated[float, Option(help="Attainment to sustain, of the unloaded one")] = 0.9,
+    seed: Annotated[int, Option()] = 0,
+    out: Annotated[Path | None, Option(help="Folder for result.json and report.html")] = None,
+) -> None:
+    """Simulate a cluster: one load with --rate-scale, else the largest it sustains."""
+    try:
+        work = Workload(
+            traces=tuple(trace.parse_argument(t) for t in traces or ()),
+            rate=rate,
+            burstiness=burstiness,
+            prompt_scale=prompt_scale,
+            output_scale=output_scale,
+            rate_scale=scale or 1.0,
+            limit=limit,
+            duration=None if hours is None else hours * 3600,
+            repeat=hours is not None and bool(traces),
+            diurnal=diurnal,
+            seed=seed,
+            adapters=tuple(f"adapter-{k}" for k in range(adapters)),
+            slos=slo.parse(limits or ()),
+        )
+        scenario = Scenario(
+            profile=profile,
+            replicas=replicas,
+            policy=policy,
+            workload=work,
+            batching=Batching(batching="static" if static else "continuous"),
+            federated=Federated() if train else None,
+            curve=curve,
+            seed=seed,
+        )
+        result = _what_if(scenario, target) if scale is None else _one(scenario)
+        if out is not None:
+            _save(result, out)
+    except BAD_INPUT as e:
+        fail(str(e))
+    shown = {k: v for k, v in result.items() if k not in ("by_time", "scenario")}
+    print(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
+
+
+def _what_if(scenario: Scenario, target: float) -> dict[str, Any]:
+    work = scenario.workload
+    if work.limit is None and work.duration is None:
+        limited = msgspec.structs.replace(work, limit=WHAT_IF_REQUESTS)
+        scenario = msgspec.structs.replace(scenario, workload=limited)
+    return what_if.answer(scenario, target=target, say=tell)
+
+
+def _one(scenario: Scenario) -> dict[str, Any]:
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        work = scenario.workload
+        task = progress.add_task("", total=work.limit or work.duration)
+
+        def watch(world: World) -> None:
+            done = world.recorder.total
+            progress.update(
+                task,
+                completed=done.offered if work.limit else world.kernel.now,
+                description=f"{world.kernel.now / 3600:.2f} h, {done.completed} answered",
+            )
+
+        return run(scenario, watch)
+
+
+def _save(result: dict[str, Any], out: Path) -> None:
+    if result.get("what_if"):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "what_if.json").write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+        tell(f"saved: {out / 'what_if.json'}")
+    else:
+        tell(f"saved: {report.save(result, out)}")

@@ -1,0 +1,127 @@
+"""One simulation as plain data: saved beside its results, enough to repeat it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from services.dispatcher.policies.registry import create
+from shared import profile
+from sim.federation import MIN_CE, Federated, Federation
+from sim.replica import Batching
+from sim.training import Curve
+from sim.workload import Workload, jobs
+from sim.world import Delays, World
+
+CURVES = Path(__file__).resolve().parent.parent / "config" / "curves"
+
+
+class ScenarioError(ValueError):
+    """The scenario makes no sense; the message says what to change."""
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides the outcome."""
+
+    profile: str = "h20-8b"
+    replicas: int = 16
+    policy: str = "least_loaded"
+    policy_options: dict[str, Any] = {}
+    workload: Workload = Workload()
+    batching: Batching = Batching()
+    delays: Delays = Delays()
+    b_limit: int | None = None
+    federated: Federated | None = None  # None: nothing trains
+    curve: str = "assumed"
+    seed: int = 0
+
+    def saved(self) -> dict[str, Any]:
+        """As plain JSON."""
+        plain: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
+        return plain
+
+
+def load_curve(name: str) -> Curve:
+    """A loss curve of ``config/curves`` or of a path. Raises ScenarioError."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else CURVES / f"{name}.yaml"
+    try:
+        return msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Curve)
+    except FileNotFoundError as e:
+        known = ", ".join(sorted(p.stem for p in CURVES.glob("*.yaml")))
+        raise ScenarioError(f"no loss curve {name!r} ({path}); known: {known}") from e
+    except (yaml.YAMLError, msgspec.ValidationError) as e:
+        raise ScenarioError(f"{path}: {e}") from e
+
+
+def build(scenario: Scenario) -> World:
+    """The cluster at time 0. Raises ScenarioError, ProfileError, TraceError, UnknownPolicy."""
+    if scenario.replicas < 1:
+        raise ScenarioError(f"replicas: at least 1 expected, not {scenario.replicas}")
+    work = scenario.workload
+    if bool(work.traces) == (work.rate is not None):
+        raise ScenarioError("a workload has either traces or a rate")
+    if (work.rate is not None or work.repeat) and work.limit is None and work.duration is None:
+        raise ScenarioError("this workload never ends: give a limit or a duration")
+    hardware = profile.load(scenario.profile)
+    world = World(
+        create(scenario.policy, **scenario.policy_options),
+        [hardware] * scenario.replicas,
+        jobs(work),
+        batching=scenario.batching,
+        delays=scenario.delays,
+        b_limit=scenario.b_limit,
+        seed=scenario.seed,
+    )
+    curve = load_curve(scenario.curve)
+    world.base_quality = 1.0 / max(curve.cross_entropy(0.0), MIN_CE)
+    if scenario.federated is not None:
+        world.federation = Federation(world, scenario.federated, curve)
+    return world
+
+
+def run(scenario: Scenario, watch: Callable[[World], None] | None = None) -> dict[str, Any]:
+    """Simulate to the last answer; ``watch`` is called now and then for a progress bar."""
+    started = time.process_time()
+    world = build(scenario)
+    world.run(watch)
+    duration = world.ended
+    total = world.recorder.total
+    result: dict[str, Any] = {
+        "simulated": True,
+        "profile": scenario.profile,
+        "replicas": scenario.replicas,
+        "policy": scenario.policy,
+        **total.summary(duration),
+        "tags": {tag: tally.summary(duration) for tag, tally in world.recorder.tags.items()},
+        "utilisation": _mean_busy(world),
+        "events": world.kernel.handled,
+        "decisions": world.decisions,
+        "cpu_seconds": time.process_time() - started,
+    }
+    if world.federation is not None:
+        result["training"] = _training(world.federation, duration, scenario.replicas)
+    result["by_time"] = world.recorder.by_time()
+    result["scenario"] = scenario.saved()
+    return result
+
+
+def _mean_busy(world: World) -> float:
+    seconds = max(world.ended, 1e-9) * len(world.replicas)
+    return sum(r.busy for r in world.replicas.values()) / seconds
+
+
+def _training(federation: Federation, duration: float, replicas: int) -> dict[str, Any]:
+    return {
+        "rounds": federation.rounds,
+        "samples": federation.samples,
+        "samples_per_s": federation.samples / max(duration, 1e-9),
+        "micro_steps": federation.micro_steps,
+        "compute_share": federation.active_seconds / max(duration * replicas, 1e-9),
+        "quality_at_end": federation.quality,
+        "cross_entropy": [[round(t, 1), round(ce, 5)] for t, ce in federation.history],
+    }
