@@ -1,0 +1,171 @@
+"""`collm up` as a whole: starts, tells, survives kills, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.system.running import System, gone
+
+EMULATED = ("--engine", "emulated", "--no-train", "--served-model-name", "tiny")
+
+
+def _await(condition: object, what: str, seconds: float = 30.0) -> None:
+    assert callable(condition)
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+
+
+def test_the_json_line_names_every_process(emulated: System) -> None:
+    facts = emulated.facts
+    assert set(facts) == {"url", "redis", "data_dir", "pids"}
+    assert {"redis", "gateway", "dispatcher", "replica-0", "replica-1"} <= set(facts["pids"])
+    for pid in facts["pids"].values():
+        assert psutil.pid_exists(pid)
+
+
+def test_queues_json_has_the_promised_shape(emulated: System) -> None:
+    found = emulated.queues()
+    assert set(found) == {"streams", "replicas"}
+    for stream in found["streams"].values():
+        assert set(stream) == {"length", "pending"}
+    for replica in found["replicas"]:
+        assert set(replica) == {"id", "state", "model", "b", "in_flight", "adapters"}
+
+
+def test_emulated_answers_are_marked(emulated: System) -> None:
+    model = httpx.get(f"{emulated.url}/v1/models").json()["data"][0]
+    assert model["emulated"] is True
+
+
+def test_many_requests_at_once_are_all_answered_and_drained(emulated: System) -> None:
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 5, "ignore_eos": True}
+    tokens: list[int] = []
+
+    def ask() -> None:
+        with httpx.Client(base_url=emulated.url, timeout=60) as client:
+            for _ in range(10):
+                reply = client.post("/v1/completions", json=body)
+                tokens.append(reply.json()["usage"]["completion_tokens"])
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tokens == [5] * 80
+    emulated.await_drained()
+
+
+def test_a_second_system_on_the_same_folder_is_refused(emulated: System, tiny_folder: Path) -> None:
+    command = [sys.executable, "-m", "collm", "up", "--data-dir", str(emulated.data)]
+    command += ["--port", "0", "--model", str(tiny_folder), *EMULATED]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "in use by another" in result.stderr
+
+
+def test_a_taken_port_is_told_before_anything_starts(tmp_path: Path, tiny_folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "collm", "up", "--data-dir", str(tmp_path)]
+        command += ["--port", port, "--model", str(tiny_folder), *EMULATED]
+        result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+    assert not (tmp_path / "redis").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything_and_leaves_no_process(
+    tmp_path: Path, tiny_folder: Path, number: signal.Signals
+) -> None:
+    with System(tmp_path, *EMULATED, "--model", f"{tiny_folder}:1") as system:
+        processes = system.descendants()
+        assert len(processes) >= 4
+        assert system.stop(number) == 0
+        assert gone(processes) == []
+    assert not (tmp_path / "run" / "up.json").exists()
+
+
+def test_a_killed_runner_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
+    """With a real engine, so that children of children are among them."""
+    options = ("--model", f"{tiny_model}:1", "--served-model-name", "tiny", "--no-train")
+    with System(tmp_path, *options) as system:
+        processes = system.descendants()
+        system.process.kill()
+        assert gone(processes) == []
+
+
+def test_a_replica_killed_in_mid_answer_loses_nothing(
+    tmp_path: Path, tiny_folder: Path, slow_profile: Path
+) -> None:
+    options = (*EMULATED, "--profile", str(slow_profile), "--model", f"{tiny_folder}:2")
+    with System(tmp_path, *options) as system:
+        client = system.client()
+        streams = [
+            client.completions.create(
+                model="tiny",
+                prompt=f"question {i}",
+                max_tokens=100,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+            for i in range(4)
+        ]
+        iterators = [iter(s) for s in streams]
+        for iterator in iterators:
+            next(iterator)
+        victim = system.pids()["replica-0"]
+        os.kill(victim, signal.SIGKILL)
+        for iterator in iterators:
+            last = list(iterator)[-1]
+            assert last.usage.completion_tokens == 100
+        _await(lambda: system.pids()["replica-0"] not in (None, victim), "no restart")
+        assert "replica-0 died (signal SIGKILL)" in system.log.read_text()
+        system.await_drained()
+
+
+def test_a_redis_restart_is_waited_out(
+    tmp_path: Path, tiny_folder: Path, slow_profile: Path
+) -> None:
+    options = (*EMULATED, "--profile", str(slow_profile), "--model", f"{tiny_folder}:1")
+    with System(tmp_path, *options) as system:
+        stream = iter(
+            system.client().completions.create(
+                model="tiny",
+                prompt="before",
+                max_tokens=100,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+        )
+        next(stream)
+        os.kill(system.pids()["redis"], signal.SIGKILL)
+        assert list(stream)[-1].usage.completion_tokens == 100
+        after = system.client().completions.create(model="tiny", prompt="after", max_tokens=3)
+        assert after.usage.completion_tokens <= 3
+        system.await_drained()
+
+
+def test_a_second_start_on_the_same_data_answers(tmp_path: Path, tiny_folder: Path) -> None:
+    for _ in range(2):
+        with System(tmp_path, *EMULATED, "--model", f"{tiny_folder}:1") as system:
+            answer = system.client().completions.create(model="tiny", prompt="a", max_tokens=2)
+            assert answer.choices[0].finish_reason in ("stop", "length")
+            assert [r["id"] for r in system.queues()["replicas"]] == ["replica-0"]
