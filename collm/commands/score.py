@@ -69,9 +69,7 @@ def _score(content: dict[str, Any], model: str, dtype: str, data_dir: Path) -> A
     try:
         scoring = importlib.import_module("services.replica.training.scoring")
     except ModuleNotFoundError as e:
-        fail(
-            f"scoring needs the replica's packages ({e.name} is missing): pip install collm[replica]"
-        )
+        fail(f"scoring needs the packages ({e.name} is missing): pip install collm[replica]")
     try:
         folder = models.resolve(model, tell).path
         scorer = scoring.Scorer(folder, dtype=dtype)
