@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.dispatcher.policies.base import Policy
+from services.dispatcher.policies.collm import Collm
 from services.dispatcher.policies.least_loaded import LeastLoaded
 from services.dispatcher.policies.round_robin import RoundRobin
 
 POLICIES: Mapping[str, Callable[..., Policy]] = {
+    "collm": Collm,
     "least_loaded": LeastLoaded,
     "round_robin": RoundRobin,
 }

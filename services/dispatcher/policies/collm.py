@@ -1,0 +1,416 @@
+"""The pacing policy: paced subflows that fill each replica's latency budget, quality-aware.
+
+Source: the dispatcher's macro and micro cycles of CoLLM (arXiv 2604.16400), completed here. Each
+queued request has a slack: the time until it must start to make its deadlines. Requests go out in
+order of slack (EDF), each to a replica where it makes its own limits and breaks those of nobody
+in flight, and no earlier than the replica's prompts before it are nearly done: late binding
+leaves the choice open while nothing is lost by it. Under overload EDF alone serves everybody
+late; so every few milliseconds a plan over the queue keeps the requests that can all make it and
+drops those with fewest tokens per second of replica time first (Moore-Hodgson's rule, weighted).
+Dropped ones run where room is left while they can still make it; hopeless ones last, on no more
+replicas than the load can spare (or they are refused: ``on_overload: shed``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from services.dispatcher.policies.base import (
+    Action,
+    Completion,
+    Release,
+    ReplicaView,
+    Request,
+    Shed,
+    StepSeen,
+)
+from services.dispatcher.policies.parts.fit import StepFit
+from services.dispatcher.policies.parts.lane import INFINITY, Lane
+from services.dispatcher.policies.parts.lengths import Lengths
+from services.dispatcher.policies.parts.macro import Macro
+from services.dispatcher.policies.parts.plan import keep_feasible
+from services.dispatcher.policies.parts.share import TokenShares
+from services.dispatcher.policies.parts.waiting import DEFERRED, GONE, LATE, MAIN, Waiting
+
+LEAD_SECONDS = 0.02  # a release goes out this long before the replica can begin with it
+REPLAN_SECONDS = 0.01
+LOOK_AHEAD = 16  # requests tried beyond the first that fits nowhere now
+FCFS_HORIZON = 60.0  # a request without a SLO has the slack of one due after this long
+LATE_AGE = 30.0  # a hopeless request this old gets a replica even under load
+LATE_PER_LANE = 8  # hopeless requests together on one replica
+
+Item = tuple[float, float, int, Waiting]
+
+
+class Collm:
+    """See the module. Times in seconds.
+
+    ``epsilon``: control overhead between decision and engine; ``safety``: share of a predicted
+    time added to it; ``headroom``: capacity kept free (h); ``on_overload``: best_effort | shed.
+    """
+
+    name = "collm"
+
+    def __init__(
+        self,
+        *,
+        on_overload: str = "best_effort",
+        headroom: float = 0.2,
+        epsilon: float = 0.004,
+        safety: float = 0.03,
+        prior_output: float = 128.0,
+        output_quantile: float = 0.8,
+        lead: float = LEAD_SECONDS,
+    ) -> None:
+        if on_overload not in ("best_effort", "shed"):
+            raise TypeError(f"on_overload: best_effort or shed expected, {on_overload!r} given")
+        self._shed = on_overload == "shed"
+        self._epsilon, self._safety, self._lead = epsilon, safety, lead
+        self.lengths = Lengths(prior_output, output_quantile)
+        self.fit = StepFit()
+        self.shares = TokenShares()
+        self.lanes: dict[str, Lane] = {}
+        self._where: dict[str, Lane] = {}
+        self._waiting: dict[str, Waiting] = {}
+        self._main: list[Item] = []  # (-priority, latest, order)
+        self._deferred: list[Item] = []  # (-priority, -density, order)
+        self._expiry: list[Item] = []  # (latest, 0, order)
+        self._late: deque[Waiting] = deque()
+        self._late_count = 0
+        self._order = 0
+        self._price = 0.0  # tokens a replica second below which a request is deferred
+        self._planned = -INFINITY
+        self._changed = False
+        self._wake = INFINITY
+        self.macro = Macro(headroom)
+
+    # ------------------------------------------------------------ events
+
+    def on_arrival(self, request: Request, now: float) -> None:
+        output = self.lengths.expect(request)
+        typical = self.macro.typical
+        cost, latest = 0.0, INFINITY
+        prefill, alone = 0.0, 0.0
+        if typical is not None:
+            prefill = typical.t_prefill(request.prompt_tokens)
+            alone = prefill + output * (typical.alpha0 + typical.alpha1)
+            cost = prefill + output * self.macro.token_seconds
+        if request.deadline is not None:
+            latest = request.deadline - alone
+        if request.ttft_deadline is not None:
+            latest = min(latest, request.ttft_deadline - prefill)
+        if latest == INFINITY:
+            latest = request.arrival + FCFS_HORIZON
+        w = Waiting(request, output, cost, latest, now)
+        self._waiting[request.id] = w
+        self.shares.enter(request.tenant)
+        self.macro.arrived(w, hopeless=latest < now)
+        if w.bound:
+            self._push(self._expiry, latest, 0.0, w)
+        if w.bound and latest < now:
+            self._to_late(w)
+        elif w.density < self._price:
+            self._to(w, DEFERRED)
+        else:
+            self._to(w, MAIN)
+        self._changed = True
+
+    def on_cancel(self, request_id: str, now: float) -> bool:
+        w = self._waiting.get(request_id)
+        if w is None:
+            return False
+        self._remove(w)
+        return True
+
+    def on_replica(self, replica: ReplicaView, now: float) -> None:
+        lane = self.lanes.get(replica.id)
+        if lane is None:
+            lane = self.lanes[replica.id] = Lane(replica)
+        lane.tell(replica, replica.latency or self.fit.model(replica.id))
+        self.macro.replicas_changed = True
+
+    def on_replica_gone(self, replica_id: str, now: float) -> None:
+        lane = self.lanes.pop(replica_id, None)
+        self.fit.forget(replica_id)
+        if lane is not None:
+            for key in lane.flight:
+                self._where.pop(key, None)
+        self.macro.replicas_changed = True
+
+    def on_completion(self, completion: Completion, now: float) -> None:
+        lane = self._where.get(completion.id)
+        if lane is None or lane.view.id != completion.replica:
+            return
+        del self._where[completion.id]
+        ended = completion.reason in ("stop", "length") and completion.output_tokens > 0
+        running = lane.leave(completion.id, now, learn=ended)
+        if running is not None and ended:
+            self.lengths.learn(running.waiting.request, completion)
+
+    def on_step(self, step: StepSeen, now: float) -> None:
+        self.fit.learn(step)
+        self.macro.saw(step)
+
+    def restore(self, replica_id: str, requests: Sequence[Request], now: float) -> None:
+        lane = self.lanes.get(replica_id)
+        if lane is None:
+            return
+        for request in requests:
+            w = Waiting(request, self.lengths.expect(request), 0.0, INFINITY, now)
+            w.place = GONE
+            lane.release(w, now)
+            self._where[request.id] = lane
+
+    def queued(self) -> int:
+        return len(self._waiting)
+
+    # ------------------------------------------------------------ decision
+
+    def decide(self, now: float) -> list[Action]:
+        actions: list[Action] = self.macro.cycle(self, now)
+        self._wake = INFINITY
+        if not self._waiting:
+            return actions
+        self._expire(now)
+        if self._shed and self._late_count and self.lengths.known:
+            actions += self._refuse(now)
+        lanes = self._open_lanes(now)
+        if lanes:
+            self._replan(now)
+            round_ = _Round(now)
+            self._serve(self._main, lanes, round_, "slack")
+            self._serve(self._deferred, lanes, round_, "value")
+            if self._late_count and not self._shed:
+                self._serve_late(lanes, round_)
+            actions += round_.releases(self.lanes)
+        if self._waiting:
+            actions += self.macro.promote(self, now)
+        return actions
+
+    def next_wake(self, now: float) -> float | None:
+        wake = self.macro.next_cycle
+        if self._waiting:
+            wake = min(wake, self._wake)
+            if self._expiry:
+                wake = min(wake, self._expiry[0][0] + 1e-4)
+        return max(wake, now)
+
+    def _open_lanes(self, now: float) -> list[Lane]:
+        """Replicas that can begin with another request soon, in the macro cycle's order."""
+        soon, wake = now + self._lead, INFINITY
+        lanes = []
+        for lane in self.macro.order:
+            if len(lane.flight) >= lane.view.b_limit:
+                continue
+            if lane.prefill_end <= soon:
+                lanes.append(lane)
+            elif lane.prefill_end < wake:
+                wake = lane.prefill_end
+        self._wake = wake - self._lead
+        return lanes
+
+    def _replan(self, now: float) -> None:
+        """Set the price and move requests between main and deferred accordingly."""
+        if not self._changed or now - self._planned < REPLAN_SECONDS:
+            return
+        self._changed, self._planned = False, now
+        if self.macro.typical is None:
+            return
+        busy = sum(max(0.0, lane.prefill_end - now) for lane in self.macro.order)
+        kept, dropped = keep_feasible(
+            [item[3] for item in self._main if item[3].place == MAIN],
+            [item[3] for item in self._deferred if item[3].place == DEFERRED],
+            now,
+            busy,
+            len(self.macro.order),
+        )
+        self._price = max((w.density for w in dropped), default=0.0)
+        for w in kept:
+            if w.place == DEFERRED:
+                self._to(w, MAIN)
+        for w in dropped:
+            if w.place == MAIN:
+                self._to(w, DEFERRED)
+
+    # ------------------------------------------------------------ serving
+
+    def _serve(self, queue: list[Item], lanes: list[Lane], r: _Round, order: str) -> None:
+        """Release from the head of a queue while somebody fits somewhere."""
+        place = MAIN if queue is self._main else DEFERRED
+        passed: list[Item] = []
+        while queue and lanes and len(passed) <= LOOK_AHEAD:
+            item = heapq.heappop(queue)
+            w = item[3]
+            if w.place != place:
+                continue
+            lane = self._choose(w, lanes, r.now)
+            if lane is None:
+                passed.append(item)
+                continue
+            why = order if not passed else f"{order}, {len(passed)} before it fit nowhere now"
+            self._release(w, lane, lanes, r, why)
+        for item in passed:
+            heapq.heappush(queue, item)
+
+    def _choose(self, w: Waiting, lanes: list[Lane], now: float) -> Lane | None:
+        """The replica where it and everybody there keep their limits, at the least expense."""
+        best, least = None, INFINITY
+        epsilon, safety = self._epsilon, self._safety
+        bound = w.bound
+        for lane in lanes:
+            if not lane.fits(w):
+                continue
+            first, end, delay = lane.predict(w, now)
+            if bound and not w.met(first, end, epsilon + safety * (end - now)):
+                continue
+            if delay + epsilon > lane.slack():
+                continue
+            score = self._score(w, lane, end - now, delay)
+            if score < least:
+                best, least = lane, score
+        return best
+
+    def _score(self, w: Waiting, lane: Lane, seconds: float, delay: float) -> float:
+        """Expense of a placement: its time and what it costs the others, over the quality."""
+        flight = len(lane.flight)
+        score = (seconds + delay * flight) / max(lane.view.quality, 1e-3)
+        if lane.latency is None:
+            score = flight / lane.view.b_limit
+        if lane.rank >= self.macro.active:
+            score += 10.0  # outside the active set only if nobody inside can do it
+        if w.request.adapter is not None and w.request.adapter not in lane.view.adapters:
+            score += 1.0
+        return score
+
+    def _release(self, w: Waiting, lane: Lane, lanes: list[Lane], r: _Round, why: str) -> None:
+        slack = w.latest - r.now
+        end = lane.release(w, r.now)
+        self._where[w.request.id] = lane
+        self._remove(w)
+        self.shares.charge(w.request.tenant, w.request.prompt_tokens, w.output)
+        r.add(lane, w, end, slack, why)
+        if lane.prefill_end > r.now + self._lead or len(lane.flight) >= lane.view.b_limit:
+            lanes.remove(lane)
+            self._wake = min(self._wake, lane.prefill_end - self._lead)
+
+    def _serve_late(self, lanes: list[Lane], r: _Round) -> None:
+        """Hopeless requests, oldest first, on the replicas that the load can spare."""
+        oldest = self._late[0]
+        spare = self.macro.spare(len(self.lanes))
+        if spare < 1 and r.now - oldest.arrived > LATE_AGE:
+            spare = 1
+        used = {lane.view.id for lane in self.macro.order if lane.background}
+        while self._late_count and lanes:
+            w = self._late[0]
+            if w.place != LATE:
+                self._late.popleft()
+                continue
+            lane = self._late_lane(w, lanes, used, spare)
+            if lane is None:
+                return
+            self._late.popleft()
+            w.late = True
+            used.add(lane.view.id)
+            self._release(w, lane, lanes, r, "hopeless, after all others")
+
+    def _late_lane(self, w: Waiting, lanes: list[Lane], used: set[str], spare: int) -> Lane | None:
+        best, least = None, INFINITY
+        for lane in lanes:
+            is_used = lane.view.id in used
+            if (not is_used and len(used) >= spare) or lane.background >= LATE_PER_LANE:
+                continue
+            if not lane.fits(w) or lane.slack() < lane.predict(w, 0.0)[2] + self._epsilon:
+                continue
+            score = len(lane.flight) - (100 if is_used else 0)
+            if score < least:
+                best, least = lane, score
+        return best
+
+    # ------------------------------------------------------------ queues
+
+    def _push(self, heap: list[Item], first: float, second: float, w: Waiting) -> None:
+        self._order += 1
+        heapq.heappush(heap, (first, second, self._order, w))
+
+    def _to(self, w: Waiting, place: int) -> None:
+        w.place = place
+        if place == MAIN:
+            self._push(self._main, -w.request.priority, w.latest, w)
+        else:
+            self._push(self._deferred, -w.request.priority, -w.density, w)
+
+    def _to_late(self, w: Waiting) -> None:
+        w.place = LATE
+        self._late.append(w)
+        self._late_count += 1
+
+    def _remove(self, w: Waiting) -> None:
+        if w.place == LATE:
+            self._late_count -= 1
+        w.place = GONE
+        del self._waiting[w.request.id]
+        self.shares.leave(w.request.tenant)
+
+    def _expire(self, now: float) -> None:
+        """Requests whose slack is used up are hopeless from now on."""
+        expiry = self._expiry
+        while expiry and expiry[0][0] < now:
+            w = heapq.heappop(expiry)[3]
+            if w.place in (MAIN, DEFERRED):
+                self._to_late(w)
+                self.macro.expired()
+
+    def _refuse(self, now: float) -> list[Action]:
+        """Hopeless requests are told so, with the time until the queue has drained."""
+        actions: list[Action] = []
+        wait = max(1.0, self.macro.backlog_seconds(self._main, now))
+        while self._late:
+            w = self._late.popleft()
+            if w.place != LATE:
+                continue
+            self._remove(w)
+            reason = (
+                f"cannot be answered within its latency limits: slack {w.latest - now:.3f} s, "
+                f"{w.output:.0f} output tokens expected"
+            )
+            actions.append(Shed(request=w.request.id, reason=reason, retry_after=math.ceil(wait)))
+        return actions
+
+
+class _Round:
+    """Releases of one decision, gathered per replica."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+        self._batches: dict[str, list[tuple[Waiting, float, float, str]]] = {}
+
+    def add(self, lane: Lane, w: Waiting, end: float, slack: float, why: str) -> None:
+        self._batches.setdefault(lane.view.id, []).append((w, end, slack, why))
+
+    def releases(self, lanes: dict[str, Lane]) -> list[Action]:
+        actions: list[Action] = []
+        for replica, members in self._batches.items():
+            lane = lanes[replica]
+            numbers: dict[str, float | str] = {
+                "in_flight": len(lane.flight),
+                "b_limit": lane.view.b_limit,
+                "B": lane.B,
+                "bias": round(lane.bias, 3),
+                "order": members[0][3],
+            }
+            for w, end, slack, why in members:
+                key = w.request.id
+                numbers[f"predicted:{key}"] = round(end - self.now, 4)
+                numbers[f"slack:{key}"] = round(slack, 4)
+                numbers[f"order:{key}"] = why
+            actions.append(
+                Release(
+                    replica=replica,
+                    requests=tuple(w.request.id for w, _, _, _ in members),
+                    why=numbers,
+                )
+            )
+        return actions

@@ -1,0 +1,1 @@
+"""Building blocks of the pacing policy: each a small pure object with one job."""

@@ -1,0 +1,149 @@
+"""A replica as the pacing policy foresees it: when its prompts are done, who finishes when.
+
+The engine prefills prompts oldest first in chunks beside running decodes, so a prompt that is
+added delays everything in flight by its own prefill time, and its own start by the prompts before
+it. That gives each request in flight a predicted end, and the lane the slack of the tightest one,
+in O(log b) a release.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from services.dispatcher.policies.base import ReplicaView
+from services.dispatcher.policies.parts.waiting import Waiting
+from shared.latency import LatencyModel
+
+CHUNK = 512.0  # prompt tokens an engine step takes
+BIAS_SMOOTHING = 0.1
+INFINITY = math.inf
+
+
+class Running:
+    """A released request: its predicted end, and what the lane's delay was at that moment."""
+
+    __slots__ = ("end", "mark", "released", "start", "waiting")
+
+    def __init__(
+        self, waiting: Waiting, released: float, start: float, end: float, mark: float
+    ) -> None:
+        self.waiting, self.released, self.start, self.end = waiting, released, start, end
+        self.mark = mark
+
+
+class Lane:
+    """One replica. ``delay`` is the sum of delays that releases have caused so far."""
+
+    __slots__ = (
+        "B",
+        "alpha0",
+        "alpha1",
+        "background",
+        "bias",
+        "delay",
+        "flight",
+        "kv",
+        "latency",
+        "pi0",
+        "pi1",
+        "prefill_end",
+        "rank",
+        "slacks",
+        "view",
+    )
+
+    def __init__(self, view: ReplicaView) -> None:
+        self.view = view
+        self.latency: LatencyModel | None = None
+        self.alpha0 = self.alpha1 = self.pi0 = self.pi1 = 0.0
+        self.B = 0
+        self.flight: dict[str, Running] = {}
+        self.kv = 0
+        self.prefill_end = 0.0
+        self.delay = 0.0
+        self.slacks: list[tuple[float, str]] = []  # heap: delay at which a member is late
+        self.background = 0  # hopeless requests in flight
+        self.bias = 1.0  # actual over predicted time in the replica, smoothed
+        self.rank = 0  # position in the order of Q times rate; beyond the active set: large
+
+    def tell(self, view: ReplicaView, latency: LatencyModel | None) -> None:
+        """Changed record or coefficients."""
+        self.view, self.latency, self.B = view, latency, view.B
+        if latency is not None:
+            self.alpha0 = latency.alpha0 + latency.alpha2 * view.B
+            self.alpha1 = latency.alpha1
+            self.pi0 = latency.pi0 + latency.pi2 * view.B
+            self.pi1 = latency.pi1
+
+    # ------------------------------------------------------------ prediction
+
+    def prefill_seconds(self, prompt: float) -> float:
+        """Time that the prompt takes from everything else on the replica."""
+        return (self.pi1 * prompt + self.pi0 * math.ceil(prompt / CHUNK)) * self.bias
+
+    def predict(self, w: Waiting, now: float) -> tuple[float, float, float]:
+        """(first token, last token, delay to the others) if released now."""
+        prompt = w.request.prompt_tokens
+        prefill = self.prefill_seconds(prompt)
+        b = len(self.flight)
+        start = self.prefill_end if self.prefill_end > now else now
+        iteration = (self.alpha0 + self.alpha1 * (b + 1)) * self.bias
+        first = start + prefill
+        if b:
+            first += math.ceil(prompt / CHUNK) * iteration
+        return first, first + w.output * iteration, prefill + self.alpha1 * w.output * self.bias
+
+    def slack(self) -> float:
+        """Delay that every request in flight can still take; members late already are left out."""
+        heap, flight, delay = self.slacks, self.flight, self.delay
+        while heap and (heap[0][1] not in flight or heap[0][0] < delay):
+            heapq.heappop(heap)
+        return heap[0][0] - delay if heap else INFINITY
+
+    def fits(self, w: Waiting) -> bool:
+        """Credit and KV memory."""
+        view = self.view
+        if len(self.flight) >= view.b_limit:
+            return False
+        need = w.kv
+        if view.kv_total and self.kv + need > view.kv_total:
+            return False
+        return not view.context or need <= view.context
+
+    # ------------------------------------------------------------ books
+
+    def release(self, w: Waiting, now: float) -> float:
+        """Put a request in flight; returns its predicted end."""
+        first, end, delay = self.predict(w, now)
+        self.delay += delay
+        key = w.request.id
+        self.flight[key] = Running(w, now, first, end, self.delay)
+        self.kv += w.kv
+        self.prefill_end = first
+        due = w.due_after(first)
+        if due < INFINITY and due >= end:
+            heapq.heappush(self.slacks, (self.delay + due - end, key))
+        if w.late:
+            self.background += 1
+        return end
+
+    def leave(self, key: str, now: float, *, learn: bool) -> Running | None:
+        """A request left; its actual time corrects the predictions of the others."""
+        running = self.flight.pop(key, None)
+        if running is None:
+            return None
+        self.kv -= running.waiting.kv
+        if running.waiting.late:
+            self.background -= 1
+        if learn:
+            predicted = running.end + (self.delay - running.mark) - running.released
+            actual = now - running.released
+            if predicted > 1e-4:
+                ratio = min(2.0, max(0.5, actual / predicted))
+                self.bias = min(3.0, max(0.33, self.bias * (1 + BIAS_SMOOTHING * (ratio - 1))))
+        if not self.flight:
+            self.prefill_end = min(self.prefill_end, now)
+            self.slacks.clear()
+            self.delay = 0.0
+        return running

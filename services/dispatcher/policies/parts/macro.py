@@ -1,0 +1,167 @@
+"""The macro cycle: arrival rate, capacity of each replica, active set, promotion, B = 0.
+
+Once a second and when a replica changed. Order and active set by Q times rate; the smallest
+prefix that carries (1 + h) times the expected rate is active, the others are left idle so that
+they can train.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from services.dispatcher.policies.base import Action, Promote, StepSeen, Suspend
+from services.dispatcher.policies.parts.lane import INFINITY, Lane
+from services.dispatcher.policies.parts.rates import ArrivalRate
+from services.dispatcher.policies.parts.waiting import MAIN, Waiting
+from shared.latency import LatencyModel
+
+if TYPE_CHECKING:
+    from services.dispatcher.policies.collm import Collm, Item
+
+CYCLE_SECONDS = 1.0
+PROMOTE_SECONDS = 0.2  # between two promotions
+SMOOTHING = 0.05
+RESUME_BELOW = 0.7  # of capacity: training may go on again
+
+
+class Macro:
+    """State of the macro cycle. ``active``: how many of ``order`` receive requests."""
+
+    def __init__(self, headroom: float) -> None:
+        self._headroom = headroom
+        self.rate = ArrivalRate()
+        self.typical: LatencyModel | None = None  # of a replica that does not train
+        self.token_seconds = 0.0  # replica time of one output token at usual concurrency
+        self.order: list[Lane] = []  # dispatchable, best first
+        self.active = 0
+        self.replicas_changed = True
+        self.next_cycle = -INFINITY
+        self._prompt, self._output, self._budget = 512.0, 128.0, INFINITY
+        self._seen = 0
+        self._b = 1.0
+        self._promoted = -INFINITY
+        self._suspended: tuple[str, ...] = ()
+        self._short = False  # requests were in need of a replica since the last cycle
+
+    # ------------------------------------------------------------ what is seen
+
+    def arrived(self, w: Waiting, *, hopeless: bool) -> None:
+        self._seen += 1
+        weight = max(0.01, 1.0 / self._seen)
+        request = w.request
+        self._prompt += weight * (request.prompt_tokens - self._prompt)
+        self._output += weight * (w.output - self._output)
+        if request.deadline is not None:
+            budget = request.deadline - request.arrival
+            self._budget = (
+                budget
+                if self._budget == INFINITY
+                else self._budget + weight * (budget - self._budget)
+            )
+        self.rate.arrived(0.0 if hopeless else w.cost)
+
+    def expired(self) -> None:
+        self._short = True
+
+    def saw(self, step: StepSeen) -> None:
+        if step.decode_tokens:
+            self._b += SMOOTHING * (step.decode_tokens / max(1, step.steps) - self._b)
+
+    # ------------------------------------------------------------ the cycle
+
+    def cycle(self, policy: Collm, now: float) -> list[Action]:
+        if now < self.next_cycle and not self.replicas_changed:
+            return []
+        if now >= self.next_cycle:
+            self.rate.tick(now)
+            self.next_cycle = now + CYCLE_SECONDS
+            self._refit(policy)
+        self.replicas_changed = False
+        self._choose_typical(policy)
+        lanes = [lane for lane in policy.lanes.values() if lane.view.dispatchable]
+        rates = {lane.view.id: self._rate(lane) for lane in lanes}
+        lanes.sort(key=lambda x: (-x.view.quality * rates[x.view.id], x.view.id))
+        self.order = lanes
+        need = (1 + self._headroom) * self.rate.expected
+        total, self.active = 0.0, 0
+        for rank, lane in enumerate(lanes):
+            lane.rank = rank
+            if total < need or not rank:
+                self.active = rank + 1
+                total += rates[lane.view.id]
+        return self._training(lanes, sum(rates.values()), need)
+
+    def _refit(self, policy: Collm) -> None:
+        for lane in policy.lanes.values():
+            if lane.view.latency is None:
+                lane.tell(lane.view, policy.fit.model(lane.view.id))
+
+    def _choose_typical(self, policy: Collm) -> None:
+        models = [lane.latency for lane in policy.lanes.values() if lane.latency is not None]
+        if not models:
+            return
+        n = len(models)
+        self.typical = LatencyModel(
+            alpha0=sum(m.alpha0 for m in models) / n,
+            alpha1=sum(m.alpha1 for m in models) / n,
+            pi0=sum(m.pi0 for m in models) / n,
+            pi1=sum(m.pi1 for m in models) / n,
+        )
+        concurrency = max(1.0, self._b)
+        self.token_seconds = self.typical.alpha1 + self.typical.alpha0 / concurrency
+
+    def _rate(self, lane: Lane) -> float:
+        """Requests a second at b*; 1 while nothing is known of the replica."""
+        model = lane.latency
+        if model is None:
+            return 1.0
+        budget = self._budget
+        b = model.b_star(
+            budget, lane.B, self._prompt, self._output, b_max=lane.view.b_limit, slo=budget
+        )
+        return min(1e6, model.rate(max(1, b), lane.B, self._prompt, self._output))
+
+    def _training(self, lanes: list[Lane], capacity: float, need: float) -> list[Action]:
+        """Ask for B = 0 when all replicas together are not enough; take it back in a lull."""
+        training = tuple(lane.view.id for lane in lanes if lane.view.training)
+        short, self._short = self._short and need > capacity, False
+        if training and short and set(training) - set(self._suspended):
+            self._suspended = training
+            return [Suspend(replicas=training, wanted=True)]
+        if self._suspended and need < RESUME_BELOW * capacity:
+            suspended, self._suspended = self._suspended, ()
+            return [Suspend(replicas=suspended, wanted=False)]
+        return []
+
+    def promote(self, policy: Collm, now: float) -> list[Action]:
+        """An Idle replica back to Serving: none serves, or those that do are not enough."""
+        if now - self._promoted < PROMOTE_SECONDS:
+            return []
+        idle = [lane for lane in policy.lanes.values() if lane.view.idle]
+        if not idle:
+            return []
+        capacity = sum(self._rate(lane) for lane in self.order)
+        need = (1 + self._headroom) * self.rate.expected
+        if self.order and capacity >= need and not self._short:
+            return []
+        self._promoted = now
+        best = max(idle, key=lambda lane: (lane.view.quality, lane.view.id))
+        why: dict[str, float | str] = {
+            "expected_rate": round(self.rate.expected, 3),
+            "capacity": round(capacity, 3),
+            "queued": policy.queued(),
+        }
+        return [Promote(replica=best.view.id, why=why)]
+
+    # ------------------------------------------------------------ figures for the micro cycle
+
+    def spare(self, replicas: int) -> int:
+        """Replicas that the load with SLOs leaves over."""
+        needed = self.rate.work * self.rate.margin * (1 + self._headroom)
+        return max(0, int(len(self.order) - needed))
+
+    def backlog_seconds(self, main: list[Item], now: float) -> float:
+        """Time until the queue has drained at the present capacity."""
+        work = sum(item[3].cost for item in main if item[3].place == MAIN)
+        work += sum(max(0.0, lane.prefill_end - now) for lane in self.order)
+        return work / max(1, len(self.order))

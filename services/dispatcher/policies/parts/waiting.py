@@ -1,0 +1,57 @@
+"""A request that waits, with what the pacing policy has worked out about it once, at arrival."""
+
+from __future__ import annotations
+
+import math
+
+from services.dispatcher.policies.base import Request
+
+MAIN, DEFERRED, LATE, GONE = range(4)  # which queue it is in
+
+
+class Waiting:
+    """Seconds, tokens. ``latest`` is the moment at which its slack is used up."""
+
+    __slots__ = (
+        "arrived",
+        "bound",
+        "cost",
+        "density",
+        "kv",
+        "late",
+        "latest",
+        "output",
+        "place",
+        "request",
+    )
+
+    def __init__(
+        self, request: Request, output: float, cost: float, latest: float, now: float
+    ) -> None:
+        self.request = request
+        self.output = output  # tokens expected
+        self.cost = cost  # replica seconds it takes
+        self.density = output / cost if cost > 0 else math.inf
+        self.latest = latest
+        self.kv = request.prompt_tokens + request.max_tokens
+        self.place = MAIN
+        self.late = False  # released although it cannot make it
+        self.arrived = now
+        self.bound = not (  # whether it has any limit to keep
+            request.deadline is None and request.ttft_deadline is None and request.tpot is None
+        )
+
+    def due_after(self, first_token: float) -> float:
+        """By when its last token is due if its first one comes then; infinite without a SLO."""
+        request = self.request
+        due = math.inf if request.deadline is None else request.deadline
+        if request.tpot is not None and self.output > 1:
+            due = min(due, first_token + request.tpot * (self.output - 1))
+        return due
+
+    def met(self, first: float, end: float, margin: float) -> bool:
+        """Whether these times keep every limit."""
+        ttft = self.request.ttft_deadline
+        if ttft is not None and first + margin > ttft:
+            return False
+        return end + margin <= self.due_after(first)
