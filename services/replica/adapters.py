@@ -51,7 +51,7 @@ class AdapterSpec:
 
     def scale(self, module: str, rank: int) -> float:
         """What the product of a module's matrices is multiplied by."""
-        alpha = _by_pattern(self.alpha_pattern, module, self.lora_alpha)
+        alpha = float(_by_pattern(self.alpha_pattern, module, self.lora_alpha))
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def rank(self, module: str) -> int:

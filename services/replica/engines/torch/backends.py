@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from services.replica.engines.torch.config import ModelConfig, Unsupported, read_config
+from services.replica.engines.torch.config import ModelConfig, read_config
+from services.replica.engines.torch.native import NativeBackend, NoKernels
 from services.replica.engines.torch.reference import TorchBackend
 from services.replica.engines.torch.step import Backend
-from services.replica.weights import open_fused, resolve_dtype
+from services.replica.weights import FusedWeights, open_fused, resolve_dtype
 
 log = logging.getLogger(__name__)
 
@@ -50,5 +51,28 @@ def load_backend(
     config = read_config(folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     fused = open_fused(folder, chosen).to(device)
-    backend: Backend = TorchBackend(config, fused, pages)
+    backend = _choose(config, fused, pages, threads, weights, kernels)
     return Loaded(backend, module_shapes(config), chosen, device, config.context, config.vocabulary)
+
+
+def _choose(
+    config: ModelConfig,
+    fused: FusedWeights,
+    pages: int,
+    threads: int,
+    weights: str,
+    kernels: str,
+) -> Backend:
+    """Native kernels on a CPU where they can be had, else plain torch."""
+    on_cpu = fused.fused["model.embed_tokens.weight"].device.type == "cpu"
+    if kernels == "torch" or not on_cpu:
+        return TorchBackend(config, fused, pages)
+    try:
+        backend = NativeBackend(config, fused, pages, threads, packed=weights == "packed")
+    except NoKernels as e:
+        if kernels == "native" or weights == "packed":
+            raise
+        log.warning("plain torch computes, several times slower than native kernels: %s", e)
+        return TorchBackend(config, fused, pages)
+    log.info("native kernels (%s), %d threads", backend.name, threads)
+    return backend

@@ -149,8 +149,8 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _windows(raw: dict[str, Any], kind: str) -> tuple[int, ...]:
     """Sliding windows per layer: Mistral's in all layers, Qwen's where configured."""
-    layers = raw["num_hidden_layers"]
-    window = raw.get("sliding_window") or 0
+    layers = int(raw["num_hidden_layers"])
+    window = int(raw.get("sliding_window") or 0)
     if kind == "llama" or not window:
         return (0,) * layers
     if kind == "mistral":
@@ -160,5 +160,5 @@ def _windows(raw: dict[str, Any], kind: str) -> tuple[int, ...]:
     types = raw.get("layer_types")
     if types:
         return tuple(window if t == "sliding_attention" else 0 for t in types)
-    first = raw.get("max_window_layers", layers)
+    first = int(raw.get("max_window_layers", layers))
     return tuple(window if i >= first else 0 for i in range(layers))

@@ -260,9 +260,8 @@ class TorchEngine:
         for w in work:
             tokens += w.sequence.tokens[w.begin : w.begin + w.count]
         tables = np.zeros((len(work), max(len(w.sequence.pages) for w in work)), np.int32)
-        for i, (r, w) in enumerate(zip(running, work, strict=True)):
-            pages = w.sequence.pages
-            tables[i, : len(pages)] = pages
+        for i, w in enumerate(work):
+            tables[i, : len(w.sequence.pages)] = w.sequence.pages
         last = np.array([w.last for w in work], dtype=np.bool_)
         return Step(
             tokens=np.array(tokens, np.int32),

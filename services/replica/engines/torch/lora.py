@@ -23,7 +23,6 @@ from services.replica.engines.base import AdapterError, Rejected
 log = logging.getLogger(__name__)
 
 SLOTS = 64
-PADDING = 16384  # elements after the buffer: a kernel may read a whole tile at its end
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,9 @@ class AdapterStore:
     ) -> Adapter:
         """One buffer for all matrices: a single allocation that goes as one."""
         size = sum(lora.a.numel() + lora.b.numel() for lora in modules.values())
-        buffer = torch.zeros(size + PADDING, dtype=self._dtype, device=self._device)
+        # A kernel may read a whole tile of 16 rows at the end of the buffer.
+        padding = 16 * (max(inputs for _, inputs in self._shapes.values()) + 16)
+        buffer = torch.zeros(size + padding, dtype=self._dtype, device=self._device)
         at, pairs = 0, {}
         for module, lora in modules.items():
             cut = []

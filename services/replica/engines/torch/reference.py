@@ -115,7 +115,7 @@ class TorchBackend:
         c, name = self._config, f"model.layers.{layer}"
         h = self._norm(x, f"{name}.input_layernorm.weight")
         qkv = self._linear(h, f"{name}.self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj"), plan)
-        q, k, v = qkv.split([c.q_rows, c.kv_rows, c.kv_rows], -1)
+        q, k, v = torch.split(qkv, [c.q_rows, c.kv_rows, c.kv_rows], -1)
         q = q.view(-1, c.heads, c.head_dim)
         k = k.view(-1, c.kv_heads, c.head_dim)
         if c.qk_norm:

@@ -175,7 +175,7 @@ def _draw_cut(probabilities: Tensor, kinds: List[Sampling], u: Tensor) -> Tensor
     few, many = enough.nonzero()[:, 0], (~enough).nonzero()[:, 0]
     for rows, best, order in (
         (few, values[few], indices[few]),
-        (many, *probabilities[many].sort(-1, descending=True, stable=True)),
+        (many, *probabilities[many].sort(stable=True, dim=-1, descending=True)),
     ):
         if len(rows):
             own = [kinds[i] for i in rows.tolist()]
