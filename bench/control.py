@@ -20,7 +20,8 @@ from typing import Any
 
 from bench.stack import Stack, running
 
-PROMPT = "Explain in a few words what a distributed queue is and when it is the wrong tool. " * 4
+# Short on purpose: tokenising is per token and belongs to the prompt, not to the control plane.
+PROMPT = "Explain in a few words what a distributed queue is and when it is the wrong tool."
 LUA = """
 wrk.method = "POST"
 wrk.body = [[{body}]]
@@ -99,7 +100,7 @@ def _replay(
     url: str, model: str, o: argparse.Namespace, stream: bool, *more: str
 ) -> dict[str, Any]:
     command = [sys.executable, "-m", "loadgen", "--base-url", url, "--model", model, *more]
-    command += ["--output-tokens", str(o.tokens), "--prompt-tokens", "80", "--ignore-eos"]
+    command += ["--output-tokens", str(o.tokens), "--prompt-tokens", "20", "--ignore-eos"]
     command += ["--no-progress", *([] if stream else ["--no-stream"])]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -138,6 +139,7 @@ def measure(stack: Stack, model: str, o: argparse.Namespace) -> dict[str, Any]:
         "client_lag_p99_ms": plain["client_lag_p99_ms"],
         "failed": sum(r["failed"] for found in rounds.values() for r in found),
         "tokens": o.tokens,
+        "prompt": f"{len(PROMPT)} characters",
         "replicas": o.replicas,
         "connections": o.connections,
         "load": "wrk" if shutil.which("wrk") else "loadgen",

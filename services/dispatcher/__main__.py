@@ -12,6 +12,7 @@ from services.dispatcher.policies.registry import UnknownPolicy, create
 from services.dispatcher.service import Dispatcher
 from services.dispatcher.settings import DispatcherSettings
 from shared import logs
+from shared.memory import few_arenas
 from shared.settings import SettingsError, from_environment
 
 
@@ -24,6 +25,7 @@ async def _run(settings: DispatcherSettings) -> None:
 
 
 def main() -> int:
+    few_arenas()
     try:
         settings = from_environment(DispatcherSettings)
         create(settings.policy, **settings.policy_options)

@@ -11,10 +11,12 @@ from services.gateway.server import server
 from services.gateway.service import Gateway
 from services.gateway.settings import GatewaySettings
 from shared import logs
+from shared.memory import few_arenas
 from shared.settings import SettingsError, from_environment
 
 
 def main() -> int:
+    few_arenas()
     try:
         settings = from_environment(GatewaySettings)
     except SettingsError as e:
