@@ -128,6 +128,11 @@ class Choice:
         return text, start, self._fresh_from
 
     @property
+    def visible_tokens(self) -> int:
+        """Tokens without the stop token that ended the answer."""
+        return len(self._visible(self.tokens, self.finish))
+
+    @property
     def has_fresh(self) -> bool:
         return bool(self._fresh)
 

@@ -29,6 +29,17 @@ LEAST_SECONDS_BETWEEN_MISSES = 0.2  # unknown names must not make Redis busy
 ANSWERING = frozenset({State.SERVING, State.IDLE, State.COMBINED})
 
 
+_PROBE = [{"role": "user", "content": "?"}]
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A base model that can be asked. One object for as long as its card stays the same."""
 
@@ -37,6 +48,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: chat.ChatTokenizer
     vocabulary: Vocabulary
     settings: ModelSettings
+    knows_tools: bool = False  # its chat template shows tools to the model
 
     @property
     def name(self) -> str:
@@ -174,6 +186,7 @@ class Catalogue:
             tokenizer=tokenizer,
             vocabulary=Vocabulary(tokenizer.tokenizer),
             settings=settings,
+            knows_tools=_knows_tools(tokenizer),
         )
 
 
@@ -209,3 +222,12 @@ def _replicas(ids: list[str], found: list[object]) -> dict[str, dict[str, str]]:
         if alive and model is not None and state is not None:
             by_model.setdefault(model.decode(), {})[replica] = state.decode()
     return by_model
+
+
+def _knows_tools(tokenizer: chat.ChatTokenizer) -> bool:
+    """Whether rendering with a tool makes a difference."""
+    try:
+        plain = tokenizer.render(_PROBE, add_generation_prompt=True)
+        return plain != tokenizer.render(_PROBE, add_generation_prompt=True, tools=[_PROBE_TOOL])
+    except chat.ChatError:
+        return False

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import orjson
 
+from services.gateway import logprobs
 from services.gateway.answer import Answer, Choice
 from services.gateway.errors import ApiError
+from services.gateway.tools import Calls
 
 DONE = b"data: [DONE]\n\n"
 
@@ -78,27 +81,43 @@ class _Envelope:
 
 
 class ChatForm:
-    """``chat.completion`` and ``chat.completion.chunk``."""
+    """``chat.completion`` and ``chat.completion.chunk``. ``calls`` by choice when tools were
+    offered."""
 
     def __init__(
-        self, answer: str, created: int, model: str, emulated: bool, stream: bool, with_usage: bool
+        self,
+        answer: str,
+        created: int,
+        model: str,
+        emulated: bool,
+        stream: bool,
+        with_usage: bool,
+        calls: Sequence[Calls] = (),
     ) -> None:
         kind = "chat.completion.chunk" if stream else "chat.completion"
         self._in = _Envelope(f"chatcmpl-{answer}", kind, created, model, emulated, with_usage)
+        self._calls = calls
 
     def whole(self, answer: Answer) -> bytes:
-        return self._in.whole(
-            [
-                {
-                    "index": c.index,
-                    "message": {"role": "assistant", "content": c.text(), "refusal": None},
-                    "logprobs": None,
-                    "finish_reason": c.finish,
-                }
-                for c in answer.choices
-            ],
-            answer,
-        )
+        return self._in.whole([self._choice(choice) for choice in answer.choices], answer)
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text(), "refusal": None}
+        finish = choice.finish
+        if self._calls:
+            calls = self._calls[choice.index]
+            said = calls.push(choice.text())
+            rest, made = calls.finish()
+            message["content"] = said + rest
+            if made:
+                message["content"] = message["content"] or None
+                message["tool_calls"], finish = made, "tool_calls"
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": logprobs.chat(choice, 0, len(choice.tokens)),
+            "finish_reason": finish,
+        }
 
     def first(self, choice: Choice) -> bytes:
         return self._in.chunk(
@@ -107,49 +126,92 @@ class ChatForm:
         )
 
     def piece(self, choice: Choice) -> bytes:
-        text, _, _ = choice.fresh()
+        text, start, end = choice.fresh()
+        if self._calls:
+            text = self._calls[choice.index].push(text)
+        return self._piece(choice, text, start, end) if text or start < end else b""
+
+    def _piece(self, choice: Choice, text: str, start: int, end: int) -> bytes:
+        probabilities = logprobs.chat(choice, start, end)
+        if not text and probabilities is None:
+            return b""
         return self._in.chunk(
-            b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
-            % (choice.index, orjson.dumps(text))
+            b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}'
+            % (choice.index, orjson.dumps(text), orjson.dumps(probabilities))
         )
 
     def last(self, choice: Choice) -> bytes:
-        return self._in.chunk(
-            b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}'
-            % (choice.index, orjson.dumps(choice.finish))
+        parts, finish = [], choice.finish
+        if self._calls:
+            rest, made = self._calls[choice.index].finish()
+            if rest:
+                parts.append(self._piece(choice, rest, 0, 0))
+            if made:
+                finish = "tool_calls"
+                delta = {"tool_calls": [{"index": i, **call} for i, call in enumerate(made)]}
+                parts.append(
+                    self._in.chunk(
+                        b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}'
+                        % (choice.index, orjson.dumps(delta))
+                    )
+                )
+        parts.append(
+            self._in.chunk(
+                b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}'
+                % (choice.index, orjson.dumps(finish))
+            )
         )
+        return b"".join(parts)
 
     def usage(self, answer: Answer) -> bytes:
         return self._in.usage_chunk(answer)
 
 
 class CompletionForm:
-    """``text_completion``, whole and in chunks."""
+    """``text_completion``, whole and in chunks. With ``echo`` the prompt comes first."""
 
     def __init__(
-        self, answer: str, created: int, model: str, emulated: bool, with_usage: bool
+        self,
+        answer: str,
+        created: int,
+        model: str,
+        emulated: bool,
+        with_usage: bool,
+        echo: bool = False,
     ) -> None:
         self._in = _Envelope(
             f"cmpl-{answer}", "text_completion", created, model, emulated, with_usage
         )
+        self._echo = echo
 
     def whole(self, answer: Answer) -> bytes:
         return self._in.whole(
             [
-                {"index": c.index, "text": c.text(), "logprobs": None, "finish_reason": c.finish}
+                {
+                    "index": c.index,
+                    "text": self._prompt(c) + c.text(),
+                    "logprobs": logprobs.completion(c, 0, len(c.tokens)),
+                    "finish_reason": c.finish,
+                }
                 for c in answer.choices
             ],
             answer,
         )
 
+    def _prompt(self, choice: Choice) -> str:
+        return choice.model.vocabulary.decode(choice.request.prompt) if self._echo else ""
+
     def first(self, choice: Choice) -> bytes:
-        return b""
+        return self._chunk(choice, self._prompt(choice), None) if self._echo else b""
 
     def piece(self, choice: Choice) -> bytes:
-        text, _, _ = choice.fresh()
+        text, start, end = choice.fresh()
+        return self._chunk(choice, text, logprobs.completion(choice, start, end))
+
+    def _chunk(self, choice: Choice, text: str, probabilities: dict[str, Any] | None) -> bytes:
         return self._in.chunk(
-            b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
-            % (choice.index, orjson.dumps(text))
+            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null}'
+            % (choice.index, orjson.dumps(text), orjson.dumps(probabilities))
         )
 
     def last(self, choice: Choice) -> bytes:

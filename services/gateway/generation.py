@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from services.gateway import errors, params, prompts, wire
+from services.gateway import errors, logprobs, params, prompts, structured, tools, wire
 from services.gateway.answer import Answer, Choice
 from services.gateway.catalogue import Catalogue, Target
 from services.gateway.desk import Desk
@@ -23,7 +23,6 @@ SSE = [
     (b"x-accel-buffering", b"no"),  # proxies must not collect a stream
 ]
 COMPLETION_TOKENS = 16  # OpenAI's default length of /v1/completions
-NEUTRAL_FORMATS = ({"type": "text"},)
 
 
 class Generation:
@@ -47,9 +46,11 @@ class Generation:
         received = self._clock()
         request = wire.chat_request(body)
         params.check(request)
-        _check_chat(request)
+        probabilities = logprobs.wanted_chat(request)
+        grammar = structured.grammar(request.response_format)
         target = await self.target(request.model)
-        prompt = await prompts.chat_prompt(request, target.model, len(body))
+        offered = tools.offered(request, target.model)
+        prompt = await prompts.chat_prompt(request, target.model, len(body), offered)
         named, param = request.max_completion_tokens, "max_completion_tokens"
         if named is None:
             named, param = request.max_tokens, "max_tokens"
@@ -60,8 +61,9 @@ class Generation:
             self._limits(target),
             target.model.settings.default_max_tokens,
         )
-        sampling = self._sampling(request, target, length)
+        sampling = _sampling(request, target, length, probabilities, grammar)
         answer = self._build(exchange, request, target, [(prompt, sampling)], received)
+        parallel = request.parallel_tool_calls is not False
         form = ChatForm(
             answer.id,
             int(received),
@@ -69,6 +71,7 @@ class Generation:
             target.model.card.emulated,
             answer.stream,
             _with_usage(request),
+            [tools.Calls(parallel) for _ in answer.choices] if offered else (),
         )
         await self._serve(exchange, answer, form, _with_usage(request))
 
@@ -77,10 +80,8 @@ class Generation:
         received = self._clock()
         request = wire.completion_request(body)
         params.check(request)
-        if request.echo:
-            raise errors.unsupported("echo")
-        if request.logprobs is not None:
-            raise errors.unsupported("logprobs")
+        probabilities = logprobs.wanted_completion(request)
+        grammar = structured.grammar(request.response_format)
         target = await self.target(request.model)
         special = request.add_special_tokens is not False
         ids = await prompts.completion_prompts(request.prompt, target.model, special)
@@ -90,7 +91,8 @@ class Generation:
             length = params.max_tokens(
                 request.max_tokens, "prompt", len(prompt), limits, COMPLETION_TOKENS
             )
-            members.append((prompt, self._sampling(request, target, length)))
+            sampling = _sampling(request, target, length, probabilities, grammar)
+            members.append((prompt, sampling))
         answer = self._build(exchange, request, target, members, received)
         form = CompletionForm(
             answer.id,
@@ -98,6 +100,7 @@ class Generation:
             request.model,
             target.model.card.emulated,
             _with_usage(request),
+            bool(request.echo),
         )
         await self._serve(exchange, answer, form, _with_usage(request))
 
@@ -130,10 +133,6 @@ class Generation:
     def _limits(self, target: Target) -> params.Limits:
         card = target.model.card
         return params.Limits(card.context, card.vocabulary, None)
-
-    def _sampling(self, request: wire.Parameters, target: Target, length: int) -> Sampling:
-        model = target.model
-        return params.sampling(request, length, model.tokenizer.eos_ids, model.card.vocabulary)
 
     def _build(
         self,
@@ -232,16 +231,22 @@ def _with_usage(request: wire.Parameters) -> bool:
     return request.stream_options is not None and request.stream_options.include_usage
 
 
-def _check_chat(request: wire.ChatRequest) -> None:
-    """What chats cannot have yet. Raises ApiError."""
-    if request.logprobs or request.top_logprobs is not None:
-        raise errors.unsupported("logprobs")
-    if request.tools:
-        raise errors.unsupported("tools")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise errors.unsupported("tool_choice")
-    if request.response_format is not None and request.response_format not in NEUTRAL_FORMATS:
-        raise errors.unsupported("response_format")
+def _sampling(
+    request: wire.Parameters,
+    target: Target,
+    length: int,
+    probabilities: int | None,
+    grammar: str | None,
+) -> Sampling:
+    model = target.model
+    return params.sampling(
+        request,
+        length,
+        model.tokenizer.eos_ids,
+        model.card.vocabulary,
+        logprobs=probabilities,
+        grammar=grammar,
+    )
 
 
 def _about(answer: Answer) -> Headers:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from services.gateway.catalogue import ServedModel
 from services.gateway.errors import ApiError, bad_value, unsupported
 from services.gateway.params import token_prompt
+from services.gateway.tools import for_template
 from services.gateway.wire import ChatRequest
 from shared.chat import ChatError
 
@@ -25,18 +26,34 @@ async def _run(size: int, work: Callable[[], T]) -> T:
     return work() if size < LONG else await asyncio.to_thread(work)
 
 
-async def chat_prompt(request: ChatRequest, model: ServedModel, size: int) -> tuple[int, ...]:
+async def chat_prompt(
+    request: ChatRequest,
+    model: ServedModel,
+    size: int,
+    tools: Sequence[dict[str, Any]] | None = None,
+) -> tuple[int, ...]:
     """Token ids of a chat. ``size`` = bytes of the body. Raises ApiError 400."""
     messages = check_messages(request.messages)
+    extra = _template_variables(request.chat_template_kwargs)
 
     def work() -> tuple[int, ...]:
-        text = model.tokenizer.render(messages, add_generation_prompt=True)
+        text = model.tokenizer.render(messages, add_generation_prompt=True, tools=tools, **extra)
         return tuple(model.tokenizer.encode(text))
 
     try:
         return await _run(size, work)
     except ChatError as e:
         raise bad_value("messages", str(e)) from None
+
+
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "self"})
+
+
+def _template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
+    for name in given or ():
+        if name in RESERVED or name.endswith("_token"):
+            raise bad_value("chat_template_kwargs", f"{name!r} cannot be given here")
+    return given or {}
 
 
 def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -59,7 +76,10 @@ def _message(i: int, message: dict[str, Any]) -> dict[str, Any]:
     elif not isinstance(content, str):
         raise bad_value("messages", f"{where}.content: a text (or a list of text parts) expected")
     # No template knows the newer name of the system role.
-    return {**message, "role": "system" if role == "developer" else role, "content": content}
+    checked = {**message, "role": "system" if role == "developer" else role, "content": content}
+    if message.get("tool_calls"):
+        checked["tool_calls"] = for_template(message["tool_calls"])
+    return checked
 
 
 def _part(where: str, part: Any) -> str:

@@ -22,6 +22,7 @@ def server(gateway: Gateway) -> uvicorn.Server:
             lifespan="on",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             date_header=False,
             timeout_keep_alive=30,

@@ -139,12 +139,23 @@ class StopScanner:
         text = self._held + piece
         found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            at, stop = min(found, key=lambda f: (f[0], -len(f[1])))
+            # The one that is complete first, so that it does not matter how the text is cut.
+            at, stop = min(found, key=lambda f: (f[0] + len(f[1]), f[0]))
             self._held = ""
             return text[: at + len(stop)] if self._include else text[:at], True
         keep = max(_open_prefix(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
+
+    def push_keeping(self, piece: str) -> tuple[str, str | None]:
+        """Like ``push`` for a marker that belongs to the text: shown text, and everything from
+        the marker on (None: not met)."""
+        text = self._held + piece
+        at = min((i for stop in self._stops if (i := text.find(stop)) >= 0), default=-1)
+        if at >= 0:
+            self._held = ""
+            return text[:at], text[at:]
+        return self.push(piece)[0], None
 
     def flush(self) -> str:
         """The held tail: the answer ended, so it was no stop string."""
