@@ -7,11 +7,14 @@ trying every support is exact and quicker than an active-set method.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 MOST_COLUMNS = 6  # 63 small systems
+
+RIDGE = 1e-13  # of columns of length 1: keeps repeated columns solvable
 
 Floats = NDArray[np.float64]
 
@@ -24,29 +27,29 @@ def nnls(matrix: Floats, target: Floats) -> tuple[Floats, float]:
     columns = matrix.shape[1]
     if columns > MOST_COLUMNS:
         raise ValueError(f"at most {MOST_COLUMNS} columns, not {columns}")
-    gram, moment = matrix.T @ matrix, matrix.T @ target
-    energy = float(target @ target)
-    best, least = np.zeros(columns), energy
-    for size in range(1, columns + 1):
-        for support in itertools.combinations(range(columns), size):
-            chosen = list(support)
-            part = _solve(gram[np.ix_(chosen, chosen)], moment[chosen])
-            if part is None or (part < 0).any():
-                continue
-            residual = energy - float(part @ moment[chosen])
-            if residual < least - 1e-12 * energy:
-                best, least = np.zeros(columns), residual
-                best[chosen] = part
+    scale = np.sqrt((matrix * matrix).sum(axis=0))
+    scale[scale == 0.0] = 1.0
+    unit = matrix / scale
+    gram, moment = unit.T @ unit, unit.T @ target
+    gram[np.diag_indices(columns)] += RIDGE
+    slack = 1e-9 * float(np.sqrt(target @ target))
+    best, least = np.zeros(columns), float("inf")
+    for support in _supports(columns):
+        x = np.zeros(columns)
+        x[support] = np.linalg.solve(gram[support][:, support], moment[support])
+        if x.min(initial=0.0) < 0.0:
+            continue
+        value = float(x @ (gram @ x) - 2.0 * (x @ moment))
+        if value < least:
+            best, least = x, value
+        if (gram @ x - moment).min(initial=0.0) >= -slack:
+            break  # no direction into the feasible set goes down
+    best = best / scale
     return best, float(np.linalg.norm(matrix @ best - target))
 
 
-def _solve(gram: Floats, moment: Floats) -> Floats | None:
-    """None for a singular system: a smaller support describes the data as well."""
-    scale = np.sqrt(np.diag(gram))
-    if (scale == 0).any():
-        return None
-    scaled = gram / np.outer(scale, scale)
-    if np.linalg.cond(scaled) > 1e12:
-        return None
-    found: Floats = np.linalg.solve(scaled, moment / scale) / scale
-    return found
+def _supports(columns: int) -> Iterator[list[int]]:
+    """Sets of columns that may be above 0, the largest first, down to none."""
+    for size in range(columns, -1, -1):
+        for support in itertools.combinations(range(columns), size):
+            yield list(support)

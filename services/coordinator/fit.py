@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from shared.latency import LatencyModel
+from shared.nnls import nnls
 
 Floats = NDArray[np.float64]
 
