@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,10 @@ MOST_COLUMNS = 6  # 63 small systems
 RIDGE = 1e-13  # of columns of length 1: keeps repeated columns solvable
 
 Floats = NDArray[np.float64]
+Numbers = NDArray[np.floating[Any]]
 
 
-def nnls(matrix: Floats, target: Floats) -> tuple[Floats, float]:
+def nnls(matrix: Numbers, target: Numbers) -> tuple[Floats, float]:
     """(x, |matrix x - target|) with x >= 0 and the least residual, as ``scipy.optimize.nnls``.
 
     ``matrix`` [rows, columns <= 6]. Raises ValueError for more columns.

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from services.dispatcher.policies.base import StepSeen
 from shared.latency import LatencyModel
+from shared.nnls import nnls
 
 Matrix = NDArray[np.float64]
 
