@@ -117,6 +117,7 @@ class Launcher:
         self._arrivals: dict[str, deque[float]] = {}
         self._throughput: dict[str, deque[float]] = {}
         self._waiting: dict[str, float] = {}  # adapter -> since
+        self._groups: dict[str, frozenset[str]] = {}  # adapter -> Idle replicas that wait for it
         self._told: dict[str, str] = {}  # adapter -> what it was last said to wait for
 
     def rate(self, base: str) -> float:
@@ -284,6 +285,7 @@ class Launcher:
         for adapter in (self._waiting.keys() & held) - wanting:
             del self._waiting[adapter]
             self._told.pop(adapter, None)
+            self._groups.pop(adapter, None)
 
     def _gathering(
         self,
@@ -301,14 +303,29 @@ class Launcher:
         out: list[Proposal | Waiting] = []
         for result in found:
             if isinstance(result, Waiting):
+                self._keep_together(result)
                 if self._told.get(result.adapter) == result.why:
                     continue
                 self._told[result.adapter] = result.why
             else:
                 self._told.pop(result.adapter, None)
                 self._waiting.pop(result.adapter, None)
+                self._groups.pop(result.adapter, None)
             out.append(result)
         return out
+
+    def _keep_together(self, waiting: Waiting) -> None:
+        """A group that grows starts its patience anew, all members at once.
+
+        Otherwise replicas that went Idle at different moments would go back one by one, and a
+        cluster without any load might never see enough of them Idle together.
+        """
+        before = self._groups.get(waiting.adapter, frozenset())
+        members = frozenset(waiting.idle)
+        if members - before:
+            for member in members:
+                self._idle_ticks[member] = 0
+        self._groups[waiting.adapter] = members
 
     def _joining(
         self, holders: Sequence[Holder], free: frozenset[str], sessions: Sequence[SessionSeen]
