@@ -1,0 +1,1 @@
+"""What sharing one model between serving and fine-tuning costs and brings."""
