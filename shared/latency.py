@@ -85,6 +85,6 @@ def _largest(room: float, slope: float, b_max: int) -> int:
     """Largest integer b <= b_max with slope * b <= room (a hair of slack for rounding)."""
     if room < 0:
         return 0
-    if slope <= 0:
+    if slope <= 0 or room >= slope * b_max:
         return b_max
     return min(b_max, int(room / slope * (1 + 1e-12) + 1e-9))
