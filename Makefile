@@ -70,11 +70,11 @@ bench: $(STAMP) ## every benchmark, one table and one JSON line
 figures: $(STAMP) ## the evaluation's figures
 	$(BIN)/python -m sim.figures $(ARGS)
 
-chaos: $(STAMP) ## random kills under load
-	$(BIN)/python -m bench.chaos $(ARGS)
+chaos: $(STAMP) ## kills, stops and rubbish under load: MINUTES=10
+	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) $(ARGS)
 
-soak: $(STAMP) ## hours of load, memory and streams watched
-	$(BIN)/python -m bench.soak $(ARGS)
+soak: $(STAMP) ## steady load; memory, descriptors, streams, keys watched: MINUTES=30
+	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30) $(ARGS)
 
 docs: $(STAMP) ## the documentation as a site in site/
 	$(BIN)/mkdocs build --strict

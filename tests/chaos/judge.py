@@ -91,7 +91,7 @@ def _repeats(text: str, right: str) -> bool:
     same = next((i for i, (a, b) in enumerate(zip(text, right, strict=False)) if a != b), None)
     if same is None:
         return len(text) > len(right)
-    return len(text) > len(right) and text[same : same + 8] in right[:same]
+    return len(text) > len(right) and text[same : same + 4] in right[:same]
 
 
 def adapters_load(golden: Golden, folders: Mapping[tuple[str, str], str]) -> list[str]:
