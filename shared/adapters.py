@@ -9,6 +9,7 @@ aggregate twice.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     quality: float = 1.0  # of the current version
     training: dict[str, str | int | float] = {}  # how it is trained where not by default
     trained: dict[str, int] = {}  # replica -> samples that its past sessions have seen
+
+    @classmethod
+    def from_hash(cls, raw: Mapping[bytes, bytes]) -> Adapter:
+        """Raises msgspec.ValidationError or orjson.JSONDecodeError on a damaged record."""
+        values: dict[str, Any] = {k.decode(): v.decode() for k, v in raw.items()}
+        for field in ("training", "trained"):
+            if field in values:
+                values[field] = orjson.loads(values[field])
+        return msgspec.convert(values, cls, strict=False)
 
 
 class Conflict(RuntimeError):
@@ -229,11 +239,7 @@ class AdapterRegistry:
 
     async def get(self, name: str) -> Adapter | None:
         raw = await self._redis.hgetall(names.adapter(name))
-        values: dict[str, Any] = {k.decode(): v.decode() for k, v in raw.items()}
-        for field in ("training", "trained"):
-            if field in values:
-                values[field] = orjson.loads(values[field])
-        return msgspec.convert(values, Adapter, strict=False) if values else None
+        return Adapter.from_hash(raw) if raw else None
 
     async def set_training(self, name: str, options: dict[str, str | int | float]) -> None:
         """How sessions train this adapter (see services.coordinator.settings.TrainingOptions).

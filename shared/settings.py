@@ -46,6 +46,9 @@ class Settings(BaseModel):
     data_dir: Path = Field(
         Path("data"), description="Folder for models, adapters, training data, logs"
     )
+    api_keys_file: Path | None = Field(
+        None, description="Keys that the gateway accepts; none: loopback only, everybody is admin"
+    )
     log_level: str = Field("INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
     log_format: str = Field("text", pattern="^(text|json)$")
 

@@ -11,6 +11,7 @@ from services.gateway.server import server
 from services.gateway.service import Gateway
 from services.gateway.settings import GatewaySettings
 from shared import logs
+from shared.api_keys import KeysError
 from shared.memory import few_arenas
 from shared.settings import SettingsError, from_environment
 
@@ -30,7 +31,12 @@ def main() -> int:
         signal.signal(number, lambda *_: None)
 
     async def run() -> bool:
-        http = server(Gateway(settings))
+        try:
+            gateway = Gateway(settings)
+        except KeysError as e:
+            print(e, file=sys.stderr)
+            return False
+        http = server(gateway)
         await http.serve()
         return http.started
 

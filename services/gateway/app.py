@@ -14,6 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from services.gateway import errors
+from services.gateway.access import Principal
 from services.gateway.catalogue import ServedModel
 from services.gateway.errors import ApiError
 from services.gateway.front import crash
@@ -54,6 +55,12 @@ def project_version() -> str:
         return version("collm")
     except PackageNotFoundError:  # run from a checkout that is not installed
         return "0.0.0"
+
+
+def caller(request: Request) -> Principal:
+    """Who is calling, as the front found out."""
+    principal: Principal = request.state.exchange.caller
+    return principal
 
 
 def respond(error: ApiError) -> Response:
@@ -126,16 +133,20 @@ def _json_status(content: dict[str, Any], status: int) -> Response:
 
 def _models(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/v1/models")
-    async def models() -> Response:
-        """Base models and adapters."""
-        now = gateway.catalogue.now
+    async def models(request: Request) -> Response:
+        """Base models, and the adapters that the caller may use."""
+        now, sees = gateway.catalogue.now, caller(request).sees
         cards = [model_card(m) for _, m in sorted(now.models.items())]
-        cards += [adapter_card(a, now.models.get(a.base)) for _, a in sorted(now.adapters.items())]
+        cards += [
+            adapter_card(a, now.models.get(a.base))
+            for _, a in sorted(now.adapters.items())
+            if visible(a, sees)
+        ]
         return json({"object": "list", "data": cards})
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        target = await gateway.catalogue.look_up(name)
+    async def model(request: Request, name: str) -> Response:
+        target = await gateway.catalogue.look_up(name, caller(request).sees)
         if target is None:
             raise errors.model_not_found(name)
         if target.adapter is not None:

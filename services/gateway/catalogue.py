@@ -201,9 +201,8 @@ def _adapters(hashes: list[dict[bytes, bytes]]) -> dict[str, Adapter]:
         if not raw:
             continue
         try:
-            values = {k.decode(): v.decode() for k, v in raw.items()}
-            adapter = msgspec.convert(values, Adapter, strict=False)
-        except (msgspec.ValidationError, UnicodeDecodeError) as e:
+            adapter = Adapter.from_hash(raw)
+        except (msgspec.ValidationError, ValueError) as e:
             log.error("an adapter's record is damaged and ignored: %s", e)
             continue
         if adapter.current:  # one without a version cannot be served yet

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from services.gateway.access import Access
 from services.gateway.errors import ApiError, ClientGone
 from services.gateway.http import Exchange, Receive, Scope, Send
 from services.gateway.metrics import Metrics
@@ -17,20 +18,31 @@ from services.gateway.metrics import Metrics
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
+# What a probe or a scraper asks without a key.
+OPEN = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/version"})
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Front:
     """``routes``: path -> handler of its POST requests."""
 
-    def __init__(self, routes: Mapping[str, Handler], rest: App, metrics: Metrics) -> None:
-        self._routes, self._rest, self._metrics = routes, rest, metrics
+    def __init__(
+        self, routes: Mapping[str, Handler], rest: App, metrics: Metrics, access: Access
+    ) -> None:
+        self._routes, self._rest = routes, rest
+        self._metrics, self._access = metrics, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._rest(scope, receive, send)
             return
         exchange = Exchange(scope, receive, self._counting(send))
+        if exchange.path not in OPEN:
+            try:
+                exchange.caller = self._access.identify(exchange.headers)
+            except ApiError as e:
+                await exchange.fail(e)
+                return
         handler = self._routes.get(exchange.path)
         if handler is None:
             await self._other(exchange, scope, receive)

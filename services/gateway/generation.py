@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from services.gateway import errors, logprobs, params, prompts, structured, tools, wire
+from services.gateway.access import Access, Principal
 from services.gateway.answer import Answer, Choice
 from services.gateway.catalogue import Catalogue, Target
 from services.gateway.desk import Desk
@@ -35,11 +36,12 @@ class Generation:
         catalogue: Catalogue,
         desk: Desk,
         metrics: Metrics,
+        access: Access,
         clock: Callable[[], float],
     ) -> None:
         self._settings, self._gateway = settings, gateway
         self._catalogue, self._desk = catalogue, desk
-        self._metrics, self._clock = metrics, clock
+        self._metrics, self._access, self._clock = metrics, access, clock
 
     async def chat(self, exchange: Exchange) -> None:
         body = await exchange.body(self._settings.max_body_bytes, self._settings.body_timeout)
@@ -48,7 +50,7 @@ class Generation:
         params.check(request)
         probabilities = logprobs.wanted_chat(request)
         grammar = structured.grammar(request.response_format)
-        target = await self.target(request.model)
+        target = await self.target(request.model, exchange.caller)
         offered = tools.offered(request, target.model)
         prompt = await prompts.chat_prompt(request, target.model, len(body), offered)
         named, param = request.max_completion_tokens, "max_completion_tokens"
@@ -82,7 +84,7 @@ class Generation:
         params.check(request)
         probabilities = logprobs.wanted_completion(request)
         grammar = structured.grammar(request.response_format)
-        target = await self.target(request.model)
+        target = await self.target(request.model, exchange.caller)
         special = request.add_special_tokens is not False
         ids = await prompts.completion_prompts(request.prompt, target.model, special)
         limits = self._limits(target)
@@ -106,9 +108,9 @@ class Generation:
 
     # ------------------------------------------------------------ before the queue
 
-    async def target(self, name: str) -> Target:
+    async def target(self, name: str, caller: Principal) -> Target:
         """The model or adapter of that name. Raises ApiError 404, 503."""
-        target = await self._catalogue.look_up(name)
+        target = await self._catalogue.look_up(name, caller.sees)
         now = self._catalogue.now
         if target is None:
             if name in now.unusable:
@@ -159,6 +161,7 @@ class Generation:
                     gateway=self._gateway,
                     model=target.model.name,
                     adapter=None if target.adapter is None else target.adapter.name,
+                    tenant=exchange.caller.tenant,
                     prompt=prompt,
                     sampling=sampling,
                     slo=slo,
@@ -184,6 +187,8 @@ class Generation:
     async def _serve(
         self, exchange: Exchange, answer: Answer, form: Form, with_usage: bool
     ) -> None:
+        reserved = answer.prompt_tokens + sum(c.request.sampling.max_tokens for c in answer.choices)
+        entry, exchange.extra = self._access.admit(exchange.caller, reserved)
         self._desk.open(answer, exchange)
         try:
             if answer.stream:
@@ -193,6 +198,8 @@ class Generation:
                 await exchange.respond(200, form.whole(answer), _about(answer))
         finally:
             self._desk.close(answer)
+            if entry is not None:
+                entry.close(answer.prompt_tokens + sum(len(c.tokens) for c in answer.choices))
 
     async def _stream(
         self, exchange: Exchange, answer: Answer, form: Form, with_usage: bool

@@ -8,6 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from services.gateway.access import Principal
 from services.gateway.errors import ApiError, ClientGone, Headers
 
 Scope = MutableMapping[str, Any]
@@ -23,7 +24,9 @@ _GOOD_ID = re.compile(rb"[A-Za-z0-9._:-]{1,100}")
 class Exchange:
     """One HTTP request as a handler sees it, and the one way to answer it."""
 
-    __slots__ = ("_send", "extra", "headers", "id", "path", "receive", "started", "tag")
+    __slots__ = ("_send", "caller", "extra", "headers", "id", "path", "receive", "started", "tag")
+
+    caller: Principal  # set once the key is checked
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.path: str = scope["path"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from services.gateway import app, errors
+from services.gateway.access import Access
 from services.gateway.answer import Choice
 from services.gateway.catalogue import Catalogue
 from services.gateway.desk import Desk
@@ -78,8 +80,11 @@ class Gateway:
             self.clock,
             stale_after=settings.stale_after,
         )
+        self.access = Access(
+            settings.api_keys_file, settings.limits, settings.tenants, time.monotonic
+        )
         self.generation = Generation(
-            settings, self.id, self.catalogue, self.desk, self.metrics, self.clock
+            settings, self.id, self.catalogue, self.desk, self.metrics, self.access, self.clock
         )
         self.asgi = Front(
             {
@@ -88,6 +93,7 @@ class Gateway:
             },
             app.build(self),
             self.metrics,
+            self.access,
         )
 
     # ------------------------------------------------------------ life
@@ -107,6 +113,7 @@ class Gateway:
             self._heartbeat(),
             self._keep_time(),
             self._bound_absence(),
+            self.access.watch(),
         ):
             self._start(work)
         try:
@@ -122,6 +129,7 @@ class Gateway:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """A background task never ends by itself: if one does, nothing works any more."""
+        self._tasks.remove(task)
         if not task.cancelled() and task.exception() is not None and not self.stopping:
             log.critical("a background task failed; the gateway stops", exc_info=task.exception())
             os.kill(os.getpid(), 15)
@@ -134,9 +142,10 @@ class Gateway:
                 await self.redis.srem(names.GATEWAYS, self.id)
         except (TimeoutError, *TRANSIENT) as e:
             log.warning("Redis was not told of the end (%s); the heartbeat expires", e)
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.redis.aclose()
 
     # ------------------------------------------------------------ background

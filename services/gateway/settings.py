@@ -34,6 +34,26 @@ class ModelSettings(BaseModel):
     )
 
 
+class LimitSettings(BaseModel):
+    """What one tenant may use, of each gateway process; None: no limit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    requests_per_minute: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1, description="Prompt and answer")
+    concurrency: int | None = Field(None, ge=1, description="Requests running at once")
+
+
+class TenantSettings(BaseModel):
+    """What differs for one tenant."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    limits: LimitSettings = LimitSettings()
+    storage_bytes: int | None = Field(None, ge=0, description="Files; default: storage_bytes")
+    feedback_adapter: str = Field(
+        "", description="Adapter that learns from this tenant's feedback; empty: none is kept"
+    )
+
+
 class GatewaySettings(settings.Settings):
     """Everything the gateway can be told."""
 
@@ -55,6 +75,18 @@ class GatewaySettings(settings.Settings):
         30.0, gt=0, description="Seconds without progress after which a request is looked for"
     )
     retry_after: float = Field(2.0, gt=0, description="Seconds named with a 503")
+
+    limits: LimitSettings = Field(LimitSettings(), description="Of a tenant not named below")
+    tenants: dict[str, TenantSettings] = Field({}, description="By tenant")
+    allow_open: bool = Field(
+        False, description="Without keys, listen on `host` even if others can reach it"
+    )
+    storage_bytes: int = Field(1 << 30, ge=0, description="Files of a tenant")
+    max_file_bytes: int = Field(256 << 20, ge=1024)
+    adapter_root: Path | None = Field(
+        None, description="Where load_lora_adapter may read; default: <data_dir>/adapters"
+    )
+    adapter_wait: float = Field(60.0, gt=0, description="Seconds for all replicas to load one")
 
     max_body_bytes: int = Field(8 << 20, ge=1024)
     max_header_bytes: int = Field(32 << 10, ge=1024)
