@@ -8,8 +8,14 @@ from pathlib import Path
 
 import torch
 
-from services.replica.engines.torch.config import ModelConfig, read_config
+from services.replica.engines.torch.config import (
+    ModelConfig,
+    Unsupported,
+    raw_config,
+    read_config,
+)
 from services.replica.engines.torch.native import NativeBackend, NoKernels
+from services.replica.engines.torch.other import TransformersBackend
 from services.replica.engines.torch.reference import TorchBackend
 from services.replica.engines.torch.step import Backend
 from services.replica.weights import FusedWeights, open_fused, resolve_dtype
@@ -45,11 +51,21 @@ def module_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def load_backend(
     folder: Path, *, dtype: str, threads: int, pages: int, weights: str, kernels: str
 ) -> Loaded:
-    """Open the model and choose how it runs. Raises WeightsError."""
+    """Open the model and choose how it runs. Raises WeightsError, Unsupported, NoKernels."""
+    if weights not in ("shared", "packed"):
+        raise ValueError(f"weights {weights!r}: choose shared or packed")
+    if kernels not in ("auto", "native", "torch"):
+        raise ValueError(f"kernels {kernels!r}: choose auto, native or torch")
     chosen = resolve_dtype(dtype)
     torch.set_num_threads(threads)
-    config = read_config(folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        config = read_config(folder)
+    except Unsupported as e:
+        raw_config(folder)  # a missing or broken file is an error for every backend
+        log.warning("transformers' own forward computes, slower and without sharing: %s", e)
+        other = TransformersBackend(folder, chosen, device)
+        return Loaded(other, other.shapes, chosen, device, other.context, other.vocabulary)
     fused = open_fused(folder, chosen).to(device)
     backend = _choose(config, fused, pages, threads, weights, kernels)
     return Loaded(backend, module_shapes(config), chosen, device, config.context, config.vocabulary)

@@ -211,7 +211,7 @@ class AdapterStore:
         """One buffer for all matrices: a single allocation that goes as one."""
         size = sum(lora.a.numel() + lora.b.numel() for lora in modules.values())
         # A kernel may read a whole tile of 16 rows at the end of the buffer.
-        padding = 16 * (max(inputs for _, inputs in self._shapes.values()) + 16)
+        padding = 16 * (max((inputs for _, inputs in self._shapes.values()), default=0) + 16)
         buffer = torch.zeros(size + padding, dtype=self._dtype, device=self._device)
         at, pairs = 0, {}
         for module, lora in modules.items():

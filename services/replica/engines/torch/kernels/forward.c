@@ -323,6 +323,7 @@ static void place_query(struct pass *p, const float *y, int block, long head) {
     for (long lane = 0, row = (long)block * LANES; lane < LANES && row < p->s->rows; lane++, row++) {
         elem *to = p->q + (row * p->m->heads + head) * kd;
         for (long k = 0; k < d; k++) to[k] = narrow(y[k * LANES + lane]);
+        for (long k = d; k < kd; k++) to[k] = 0;
     }
 }
 
