@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import orjson
@@ -82,7 +82,9 @@ class Observer:
             base: await self._arrivals(base, records, finished, demands[base]) for base in bases
         }
         trained = await self._trained(records)
-        running = tuple([await self._session(s) for s in await sessions.live(self._redis)])
+        live = await sessions.live(self._redis)
+        running = tuple([await self._session(s) for s in live])
+        suspended = _suspended(live, records)
         seen = tuple(
             self._seen(
                 record,
@@ -90,6 +92,7 @@ class Observer:
                 finished.get(name, 0),
                 demands[record.model],
                 trained,
+                name in suspended,
             )
             for name, record in sorted(records.items())
         )
@@ -153,6 +156,7 @@ class Observer:
         finished: int,
         said: ModelDemand | None,
         trained: Mapping[str, Mapping[str, int]],
+        suspended: bool,
     ) -> Seen:
         rate, training = self._rates(record, said)
         return Seen(
@@ -166,7 +170,7 @@ class Observer:
             quality=record.q,
             data=record.data,
             fresh={a: self._fresh(n, trained[a].get(record.id, 0)) for a, n in record.data.items()},
-            suspended=record.B_star == 0 and record.B == 0,
+            suspended=suspended,
         )
 
     def _fresh(self, held: int, seen: int) -> int:
@@ -197,3 +201,16 @@ class Observer:
             return model.rate(b, B, prompt, output) if b > 0 else 0.0
 
         return at(record.B), at(self._settings.B0)
+
+
+def _suspended(
+    live: Sequence[sessions.Session], records: Mapping[str, ReplicaRecord]
+) -> frozenset[str]:
+    """Clients that load keeps from training: B = 0 by decision, or in force in mid-round."""
+    found = set()
+    for session in live:
+        for client, B in session.B.items():
+            resting = client in records and records[client].B == 0
+            if B == 0 or (resting and session.phase == sessions.Phase.TRAIN):
+                found.add(client)
+    return frozenset(found)
