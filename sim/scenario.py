@@ -30,7 +30,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     profile: str = "h20-8b"
     replicas: int = 16
-    policy: str = "least_loaded"
+    policy: str = "collm"
     policy_options: dict[str, Any] = {}
     workload: Workload = Workload()
     batching: Batching = Batching()

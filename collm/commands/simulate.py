@@ -42,7 +42,7 @@ def register(app: typer.Typer) -> None:
 def simulate(
     profile: Annotated[str, Option(help="Hardware profile: a name or a YAML file")] = "h20-8b",
     replicas: Annotated[int, Option(help="Replicas of the cluster")] = 16,
-    policy: Annotated[str, Option(help="Dispatch policy")] = "least_loaded",
+    policy: Annotated[str, Option(help="Dispatch policy")] = "collm",
     traces: Annotated[
         list[str] | None, Option("--trace", metavar="[TAG=]CSV", help="Azure trace; repeatable")
     ] = None,
