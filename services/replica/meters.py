@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -13,6 +14,8 @@ from prometheus_client.registry import Collector
 from services.replica.engines.base import EngineStatus, StepReport
 from shared.lifetime import Stamp, tpot
 from shared.messages import Finished, Generate, Output
+
+M = TypeVar("M", bound=MetricWrapperBase)
 
 LABELS = ("model_name", "engine")
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -101,37 +104,46 @@ class Meters:
             "collm_emulated_step_lag_p99", "p99 of step lag over step time; above 0.05: void", **one
         )
         self._loaded: dict[str, dict[str, str]] = {}
-
-    def stepped(self, replica: str, report: StepReport, status: EngineStatus) -> None:
-        """After every engine step."""
-        labels = (self._model, replica)
-        if report.prefill_tokens:
-            self._prompt.labels(*labels).inc(report.prefill_tokens)
-        if report.outputs:
-            self._output.labels(*labels).inc(sum(len(o.tokens) for _, o in report.outputs))
-        if report.b:
-            self._iteration.labels(*labels).observe(report.prefill_tokens + report.decode_tokens)
-            self._step.labels(*labels).observe(report.seconds)
-
-    def answered(self, replica: str, request: Generate, output: Output) -> None:
-        """With the final output of a request, which carries all stamps."""
-        labels, stamps = (self._model, replica), output.stamps
-        tokens = output.offset + len(output.tokens)
-        spans = (
+        self._series: dict[tuple[int, str], MetricWrapperBase] = {}
+        self._spans = (
             (self._ttft, Stamp.RECEIVED, Stamp.FIRST_TOKEN),
             (self._e2e, Stamp.RECEIVED, Stamp.FINISHED),
             (self._queue, Stamp.RECEIVED, Stamp.STARTED),
             (self._prefill, Stamp.STARTED, Stamp.FIRST_TOKEN),
             (self._decode, Stamp.FIRST_TOKEN, Stamp.FINISHED),
         )
-        for histogram, start, end in spans:
+
+    def _of(self, metric: M, replica: str) -> M:
+        """The metric's series of one replica; looked up once (labels() is slow)."""
+        key = (id(metric), replica)
+        found = self._series.get(key)
+        if found is None:
+            found = self._series[key] = metric.labels(self._model, replica)
+        return cast(M, found)
+
+    def stepped(self, replica: str, report: StepReport) -> None:
+        """After every engine step."""
+        if report.prefill_tokens:
+            self._of(self._prompt, replica).inc(report.prefill_tokens)
+        if report.outputs:
+            tokens = sum([len(output.tokens) for _, output in report.outputs])
+            self._of(self._output, replica).inc(tokens)
+        if report.b:
+            self._of(self._iteration, replica).observe(report.prefill_tokens + report.decode_tokens)
+            self._of(self._step, replica).observe(report.seconds)
+
+    def answered(self, replica: str, request: Generate, output: Output) -> None:
+        """With the final output of a request, which carries all stamps."""
+        stamps = output.stamps
+        tokens = output.offset + len(output.tokens)
+        for histogram, start, end in self._spans:
             if start in stamps and end in stamps:
-                histogram.labels(*labels).observe(stamps[end] - stamps[start])
+                self._of(histogram, replica).observe(stamps[end] - stamps[start])
         per_token = tpot(stamps, tokens - len(request.generated))
         if per_token is not None:
-            self._tpot.labels(*labels).observe(per_token)
-        self._prompt_length.labels(*labels).observe(len(request.prompt))
-        self._output_length.labels(*labels).observe(tokens)
+            self._of(self._tpot, replica).observe(per_token)
+        self._of(self._prompt_length, replica).observe(len(request.prompt))
+        self._of(self._output_length, replica).observe(tokens)
 
     def left(self, replica: str, finished: Finished) -> None:
         """A request has left the engine, for whatever reason."""

@@ -43,6 +43,7 @@ from shared.messages import (
 log = logging.getLogger(__name__)
 
 IDLE_TURN = 0.25  # seconds between turns when there is nothing to do
+MOST_TAKEN = 128  # entries looked at between two steps
 REMEMBERED = 10_000  # cancelled ids kept for requests that arrive after their cancellation
 SMOOTHING = 0.2  # weight of a new step in the estimate of a step's duration
 
@@ -200,7 +201,7 @@ class ServingLoop:
         status = self.status = self.engine.status()
         B = self.block.micro_samples if self.block.micro_started else 0
         self.sampler.add(report, status, B, now)
-        self.meters.stepped(self.replica, report, status)
+        self.meters.stepped(self.replica, report)
         self._account(report, B, now)
         self._publish(now)
 
@@ -214,7 +215,8 @@ class ServingLoop:
                 old = block.step_estimate or report.seconds
                 block.step_estimate = old + SMOOTHING * (report.seconds - old)
         block.running, block.waiting = self.status.running, self.status.waiting
-        block.slack = slack(self.books.members.values(), now, block.step_estimate)
+        if block.B > 0:  # else training rests anyway, and nobody asks
+            block.slack = slack(self.books.members.values(), now, block.step_estimate)
 
     def mean_b(self, seconds: float) -> float:
         """Requests decoding together, mean over the last ``seconds``; starts a new interval."""
@@ -240,7 +242,7 @@ class ServingLoop:
         for member in [m for i, m in self._again.items() if i not in self.books.members]:
             del self._again[member.request.id]
             await self._submit(member)
-        while self._inbox:
+        for _ in range(min(len(self._inbox), MOST_TAKEN)):
             arrived = self._inbox.popleft()
             try:
                 if arrived.is_batch:
