@@ -15,7 +15,8 @@ import typer
 from collm import models
 from collm.console import err, fail, tell
 from collm.redis_server import NoRedis, RedisServer
-from collm.up import runner
+from collm.up import lora, runner
+from collm.up.errors import UpError
 from collm.up.plan import BadPlan, Plan, plan, serve, split
 from collm.up.settings import UpSettings
 from shared.profile import ProfileError
@@ -77,7 +78,7 @@ def up(
         ProfileError,
         SettingsError,
         models.ModelError,
-        runner.UpError,
+        UpError,
     ) as e:
         fail(str(e))
 
@@ -90,6 +91,7 @@ async def _run(settings: UpSettings, as_json: bool) -> None:
         settings = settings.model_copy(update={"port": port, "data_dir": data})
         if settings.profile is not None:
             load_profile(settings.profile)  # a bad name is told now, not by a dying replica
+        lora.check(settings.lora_modules)
         need = settings.engine == "torch"
         found = [models.resolve(split(m)[0], tell, weights=need) for m in settings.models]
         served = serve(settings, found)

@@ -15,18 +15,15 @@ from typing import IO, Any
 from redis.exceptions import RedisError
 
 from collm.redis_server import NoRedis, RedisServer
-from collm.up import ready
+from collm.up import lora, ready
 from collm.up.child import Child, GivenUp
+from collm.up.errors import UpError
 from collm.up.plan import Plan
 from collm.up.settings import UpSettings
 from shared.redis_client import TRANSIENT, connect
 
 Tell = Callable[[str], None]
 OLDEST_REDIS = (6, 2)
-
-
-class UpError(RuntimeError):
-    """The system cannot start or go on; the message says why and what to do."""
 
 
 def lock_data(data: Path) -> IO[str]:
@@ -141,6 +138,7 @@ class Runner:
                 keepers.append(asyncio.create_task(self._keep_redis(self._redis)))
             await self._until_ready(keepers)
             if not self._stop.is_set():
+                await lora.load(self.url, self._settings.lora_modules, self._data, self._tell)
                 on_ready(self.facts())
             await self._first(keepers, self._stop.wait())
         finally:
