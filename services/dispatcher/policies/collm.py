@@ -292,7 +292,9 @@ class Collm:
         self._remove(w)
         self.shares.charge(w.request.tenant, w.request.prompt_tokens, w.output)
         r.add(lane, w, end, slack, why)
-        if lane.prefill_end > r.now + self._lead or len(lane.flight) >= lane.view.b_limit:
+        if len(lane.flight) >= lane.view.b_limit:
+            lanes.remove(lane)
+        elif lane.prefill_end > r.now + self._lead:
             lanes.remove(lane)
             self._wake = min(self._wake, lane.prefill_end - self._lead)
 
