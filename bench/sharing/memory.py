@@ -18,18 +18,24 @@ LENGTH = 64  # tokens of the one example and of the one prompt
 
 
 def measure(folder: Path, scratch: Path) -> dict[str, float]:
-    """MB and seconds for one model."""
+    """MB and seconds for one model.
+
+    ``separate``: two loads as a user gets them (the training side by ``from_pretrained``).
+    ``extra_of_one_copy``: what sharing needs beyond two processes without weights, one copy
+    included once; those are the same processes on a file each, less one copy.
+    """
     one = _one_copy(folder)
-    shared, start_shared = _pair(folder, folder, None)
+    shared, start_shared = _pair(folder, None, "mapped")
     apart = scratch / "apart"
     apart.mkdir()
-    separate, start_separate = _pair(folder, folder, apart)
+    own, _ = _pair(folder, apart, "mapped")
+    separate, start_separate = _pair(folder, apart, "pretrained")
     shutil.rmtree(apart)
     return {
         "copy_mb": one,
         "pss_shared_mb": shared,
         "pss_separate_mb": separate,
-        "extra_of_one_copy": (shared - (separate - one)) / one,
+        "extra_of_one_copy": (shared - (own - one)) / one,
         "start_shared_s": start_shared,
         "start_separate_s": start_separate,
     }
@@ -41,11 +47,12 @@ def _one_copy(folder: Path) -> float:
     return open_fused(folder, "bfloat16").nbytes / 1e6
 
 
-def _pair(folder: Path, serve: Path, apart: Path | None) -> tuple[float, float]:
-    """PSS of both processes in MB, seconds to the first step; ``apart``: two loads."""
+def _pair(folder: Path, apart: Path | None, loader: str) -> tuple[float, float]:
+    """PSS of both processes in MB, seconds to the first step. ``apart``: serve from a copy of
+    the model there; ``loader`` of the training side: "mapped" or "pretrained"."""
     context = mp.get_context("spawn")
     sides = []
-    for target, argument in ((_serve, apart), (_train, apart)):
+    for target, argument in ((_serve, apart), (_train, loader)):
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(str(folder), argument, theirs), daemon=True)
         process.start()
@@ -82,7 +89,9 @@ def _serve(folder: str, apart: Path | None, pipe: Connection) -> None:
     place = Path(folder)
     if apart is not None:
         place = apart / "model"
-        shutil.copytree(folder, place, ignore=shutil.ignore_patterns("fused-*", ".fused*"))
+        if not place.exists():
+            hidden = shutil.ignore_patterns("fused-*", ".fused*")
+            shutil.copytree(folder, place, ignore=hidden)
     begun = time.perf_counter()
     engine = TorchEngine.load(place, name="m", dtype="bfloat16", kv_tokens=1024, b_max=4)
     request = Generate(
@@ -103,11 +112,11 @@ def _serve(folder: str, apart: Path | None, pipe: Connection) -> None:
     _until_closed(pipe, time.perf_counter() - begun)
 
 
-def _train(folder: str, apart: Path | None, pipe: Connection) -> None:
+def _train(folder: str, loader: str, pipe: Connection) -> None:
     """The training side, one micro-step. Imports are done before the clock starts."""
     import peft
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from services.replica.training.data import Example
     from services.replica.training.model import Adapter, LoraSpec, build_base
@@ -116,9 +125,11 @@ def _train(folder: str, apart: Path | None, pipe: Connection) -> None:
 
     spec = LoraSpec(8, 16.0, ("q_proj", "k_proj", "v_proj", "o_proj"))
     example = Example(tuple(range(10, 10 + LENGTH)), (True,) * LENGTH)
+    with torch.device("meta"):  # imports the architecture's code
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     begun = time.perf_counter()
     model: Any
-    if apart is None:
+    if loader == "mapped":
         weights = open_fused(folder, "bfloat16")
         model = build_base(Path(folder), weights.views)
     else:
