@@ -14,6 +14,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+import psutil
+from psutil import STATUS_STOPPED
+
 from services.replica import pipes
 
 log = logging.getLogger(__name__)
@@ -100,6 +103,14 @@ class Child:
         """Wait for its end; returns how it ended."""
         await self._ended.wait()
         return describe(None if self._process is None else self._process.exitcode)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it: it will not go on by itself."""
+        try:
+            return self.pid is not None and psutil.Process(self.pid).status() == STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            return False
 
     def tell(self, message: dict[str, Any]) -> bool:
         """Send a message; False when it has ended."""

@@ -109,7 +109,7 @@ class Inference:
         for loop in self._loops.values():
             await patiently(loop.loads.load_all, "loading of adapters")
             await patiently(loop.loads.count_data, "counting of training data")
-            if self._settings.training:
+            if self._settings.training and self._settings.engine == "torch":
                 loop.loads.watch(registry.shadow(self._settings, loop.engine))
         await patiently(lambda: self._publish_card(engines), "the model's card")
         log.info("model %s ready in %.1f s", self._settings.model, time.monotonic() - started)

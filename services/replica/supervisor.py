@@ -30,9 +30,9 @@ from shared.status_server import StatusServer
 
 log = logging.getLogger(__name__)
 
-SILENCE = HEARTBEAT_TTL_MS / 1e3  # seconds without a sign of the serving loop
-KILL_AFTER = 2 * SILENCE  # seconds of being stuck after which the child is killed
-BEGIN_TIMEOUT = 10.0  # seconds for a living child to take up a new incarnation
+SILENCE = HEARTBEAT_TTL_MS / 1e3 + 1.0  # seconds without a sign of the serving loop
+KILL_STOPPED = 2 * SILENCE  # seconds after which a child that the system has stopped is killed
+BEGIN_TIMEOUT = 30.0  # seconds for a living child to take up a new incarnation
 STOP_SECONDS = 5.0
 
 
@@ -59,7 +59,11 @@ class Supervisor:
             heard=self._heard,
             restarts=settings.restarts,
         )
-        self._trainer = TrainerChild(settings, training) if settings.training else None
+        # An emulated replica has no weights to train.
+        trains = settings.training and settings.engine == "torch"
+        self._trainer = TrainerChild(settings, training) if trains else None
+        # One that runs may only be short of processor time: it gets as long as a step.
+        self._patience = max(KILL_STOPPED, settings.step_timeout)
         self._ready = asyncio.Event()
         self._begun: dict[str, str] = {}
         self._serving: set[str] = set()
@@ -236,7 +240,7 @@ class Supervisor:
         since = self._stuck_since.setdefault(replica, now)
         if since == now:
             log.error("%s: no heartbeat any more: %s", replica, why)
-        elif now - since > KILL_AFTER:
+        elif now - since > (KILL_STOPPED if self._inference.stopped else self._patience):
             log.error("%s: inference process is killed: %s", replica, why)
             self._stuck_since.pop(replica)
             self._inference.kill()

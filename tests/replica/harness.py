@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 from redis.asyncio import Redis
 
+from collm.parent import die_with_parent
 from shared import names
 from shared.messages import (
     BODY,
@@ -84,7 +85,12 @@ class Process:
         self.log = data_dir / f"log-{time.monotonic_ns()}"
         self._sink = self.log.open("wb")
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "services.replica"], env=env, stderr=self._sink, cwd=data_dir
+            [sys.executable, "-m", "services.replica"],
+            env=env,
+            stderr=self._sink,
+            stdout=self._sink,
+            cwd=data_dir,
+            preexec_fn=die_with_parent(signal.SIGKILL),
         )
 
     def children(self) -> dict[str, psutil.Process]:
