@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import shutil
 import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
@@ -20,7 +22,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared import names
+from shared import names, sessions
 from shared.adapter_files import read_card
 from shared.adapters import AdapterRegistry, AdapterVersion
 from shared.redis_client import TRANSIENT, connect
@@ -60,6 +62,7 @@ class Campaign:
         self._memory: list[dict[str, float]] = []
         self._keys: list[int] = []
         self._clock: SteppedClock | None = None
+        self._published, self._illegal = 0, list[str]()
 
     def run(self) -> dict[str, Any]:
         self._clock = self._stepped_clock()
@@ -76,7 +79,7 @@ class Campaign:
                 left = [p.pid for p in gone(processes)]
             golden = model.Golden(checkpoint)
             verdict = judge(load.records, golden, folders, self._gateway_deaths)
-            verdict.details += adapters_load(golden, folders)
+            verdict.details += adapters_load(golden, folders) + self._illegal
             golden.close()
         return self._report(verdict, left)
 
@@ -113,6 +116,16 @@ class Campaign:
             "COLLM_UP_RESTARTS": "1000",
             "COLLM_REPLICA_RESTARTS": "1000",
             "COLLM_GATEWAY_MAX_ATTEMPTS": "10",
+            # Replicas count as idle however busy they are: a session goes on through it all.
+            "COLLM_LAUNCHER_IDLE_RULE": "paper",
+            "COLLM_LAUNCHER_WINDOW": "3",
+            "COLLM_LAUNCHER_WINDOW_MIN": "3",
+            "COLLM_LAUNCHER_UTILISATION_FLOOR": "1.0",
+            "COLLM_LAUNCHER_QUEUE_FLOOR": "10000",
+            "COLLM_LAUNCHER_B_FLOOR": "10000",
+            "COLLM_COORDINATOR_TRAINING": json.dumps(
+                {"local_steps": 1, "accumulation": 2, "micro_batch": 2, "max_rounds": 100_000}
+            ),
         }
         if self._clock is not None:
             variables |= self._clock.variables
@@ -139,6 +152,16 @@ class Campaign:
                 body = {"model": name, "prompt": [40], "max_tokens": 1}
                 await _answered(client, body, 60.0)
 
+    def _give_data(self, system: System) -> None:
+        """Each replica gets chats of its own, by the command that a person would use."""
+        for i in range(self._plan.replicas):
+            file = self._folder / f"domain-{i}.jsonl"
+            file.write_text("\n".join(model.training_lines(f"domain {i}", 40)))
+            command = [sys.executable, "-m", "collm", "data", "add", str(file)]
+            command += ["--adapter", model.LEARNER, "--replica", f"replica-{i}"]
+            command += ["--data-dir", str(system.data)]
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+
     # ------------------------------------------------------------ attack
 
     async def _attack(
@@ -146,6 +169,8 @@ class Campaign:
     ) -> tuple[Load, dict[tuple[str, str], str]]:
         redis = connect(system.redis_url)
         await self._register(redis, system, adapters)
+        if self._plan.train:
+            await asyncio.to_thread(self._give_data, system)
         bad = self._folder / "bad-adapter"
         bad.mkdir()
         (bad / "adapter_config.json").write_text('{"r": "many"}')
@@ -153,7 +178,7 @@ class Campaign:
         arena = faults.Arena(system, redis, self._dice, bad, disk, self._clock)
         load = Load(
             system.url,
-            (model.MODEL, *adapters),
+            (model.MODEL, *adapters, *([model.LEARNER] if self._plan.train else [])),
             workers=self._plan.workers,
             seed=self._plan.seed,
         )
@@ -166,6 +191,7 @@ class Campaign:
         await asyncio.to_thread(system.await_drained, CALM_SECONDS)
         self._keys.append(int(await redis.dbsize()))
         folders = await _folders(redis, system)
+        self._published, self._illegal = await _rounds(redis)
         await redis.aclose()
         return load, folders
 
@@ -226,6 +252,8 @@ class Campaign:
             "wrong": verdict.wrong,
             "recovery_s": recovery,
             "outcomes": dict(verdict.outcomes),
+            "unverified": verdict.unverified,
+            "rounds": self._published,
             "errors": dict(verdict.errors.most_common(12)),
             "not_done": {k: v for k, v in self._missed.items() if k not in self._done},
             "processes_left": left,
@@ -281,12 +309,32 @@ async def _decisions(redis: Redis, since: float) -> AsyncIterator[tuple[float, s
 
 
 async def _folders(redis: Redis, system: System) -> dict[tuple[str, str], str]:
+    """(adapter, version) -> PEFT folder: what is registered, and what replicas published of
+    their own between rounds."""
     registry = AdapterRegistry(redis, system.data)
-    return {
-        (adapter.name, version.version): version.path
-        for adapter in await registry.all()
-        for version in await registry.versions(adapter.name)
+    found = {
+        (path.parent.name, path.name): str(path)
+        for path in (system.data / "adapters").glob("*/*")
+        if (path / "adapter_model.safetensors").exists()
     }
+    for adapter in await registry.all():
+        for version in await registry.versions(adapter.name):
+            found[adapter.name, version.version] = version.path
+    return found
+
+
+async def _rounds(redis: Redis) -> tuple[int, list[str]]:
+    """Rounds that ended with a version, and complaints about sessions in no legal phase."""
+    complaints = []
+    for raw in await redis.smembers(names.SESSIONS):
+        session = await sessions.read(redis, raw.decode())
+        if session is None:
+            complaints.append(f"session {raw.decode()} is listed and has no record")
+    published = 0
+    for _, fields in await redis.xrange(names.EVENTS):
+        learnt = fields.get(b"adapter") == model.LEARNER.encode()
+        published += learnt and fields.get(b"kind") in (b"adapter_published", b"adapter_kept")
+    return published, complaints
 
 
 def _memory(system: System) -> dict[str, float]:

@@ -23,6 +23,7 @@ class Verdict:
     lost: int = 0
     duplicated: int = 0
     wrong: int = 0
+    unverified: int = 0  # their adapter version is no longer on disk
     details: list[str] = field(default_factory=list)
 
 
@@ -74,6 +75,9 @@ def _said_the_right_thing(
         verdict.details.append(f"request {record.number}: no adapter version in the response")
         return
     path = folders.get((adapter, record.version)) if adapter and record.version else None
+    if adapter is not None and path is None:
+        verdict.unverified += 1
+        return
     right = golden.text(record.prompt, record.tokens, adapter, record.version, path)
     complete = record.outcome == "answered"
     if record.text == right or (not complete and right.startswith(record.text)):

@@ -11,6 +11,7 @@ from tests import tiny
 
 MODEL = "tiny"
 ADAPTERS = ("red", "blue")
+LEARNER = "green"  # trained by the federated session
 CONTEXT = 512
 
 
