@@ -63,9 +63,10 @@ def build(scenario: Scenario) -> World:
     if scenario.replicas < 1:
         raise ScenarioError(f"replicas: at least 1 expected, not {scenario.replicas}")
     work = scenario.workload
-    if bool(work.traces) == (work.rate is not None):
-        raise ScenarioError("a workload has either traces or a rate")
-    if (work.rate is not None or work.repeat) and work.limit is None and work.duration is None:
+    if bool(work.traces) + bool(work.streams) + (work.rate is not None) != 1:
+        raise ScenarioError("a workload has one of: traces, streams, a rate")
+    endless = work.rate is not None or work.streams or work.repeat
+    if endless and work.limit is None and work.duration is None:
         raise ScenarioError("this workload never ends: give a limit or a duration")
     hardware = profile.load(scenario.profile)
     world = World(
@@ -76,6 +77,7 @@ def build(scenario: Scenario) -> World:
         delays=scenario.delays,
         b_limit=scenario.b_limit,
         seed=scenario.seed,
+        adapters=work.adapters,
     )
     curve = load_curve(scenario.curve)
     world.base_quality = 1.0 / max(curve.cross_entropy(0.0), MIN_CE)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from loadgen import arrivals, trace
 from loadgen.arrivals import Planned
@@ -17,11 +19,50 @@ from shared.slo import Slo
 from sim.job import Job
 
 
+class Stream(msgspec.Struct, frozen=True, kw_only=True):
+    """Random requests of one kind: gamma gaps, log-normal lengths (median and sigma of the log)."""
+
+    tag: str
+    rate: float
+    burstiness: float = 1.0
+    prompt: float = 512.0
+    prompt_sigma: float = 0.0
+    output: float = 64.0
+    output_sigma: float = 0.0
+    longest_prompt: int = 7500
+    longest_output: int = 2000
+
+
+# Stand-ins for the 2023 Azure traces (Splitwise, ISCA 2024): rates and variation of requests a
+# second of the whole traces, lengths fitted to their first half hour.
+AZURE_LIKE = (
+    Stream(
+        tag="code",
+        rate=2.57,
+        burstiness=0.075,
+        prompt=1460,
+        prompt_sigma=1.0,
+        output=13,
+        output_sigma=0.83,
+    ),
+    Stream(
+        tag="conv",
+        rate=5.53,
+        burstiness=0.87,
+        prompt=1033,
+        prompt_sigma=0.8,
+        output=134,
+        output_sigma=0.9,
+    ),
+)
+
+
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds, tokens. Either ``traces`` or ``rate``."""
+    """Seconds, tokens. One of ``traces``, ``streams`` and ``rate``."""
 
     traces: tuple[tuple[str, Path], ...] = ()
     trace_align: str = "clock"
+    streams: tuple[Stream, ...] = ()
     rate: float | None = None
     burstiness: float = 1.0
     prompt_tokens: int = 512
@@ -47,7 +88,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 def planned(work: Workload) -> Iterator[Planned]:
     """When and how long, lazily; bad traces raise TraceError."""
-    if work.traces:
+    if work.traces or work.streams:
         rows = _rows(work)
         plan = arrivals.from_trace(
             rows,
@@ -58,7 +99,7 @@ def planned(work: Workload) -> Iterator[Planned]:
             max_output=work.max_output,
         )
     else:
-        assert work.rate is not None, "a workload has traces or a rate"
+        assert work.rate is not None, "a workload has traces, streams or a rate"
         plan = arrivals.gamma(
             work.rate * work.rate_scale,
             work.burstiness,
@@ -72,12 +113,31 @@ def planned(work: Workload) -> Iterator[Planned]:
 
 
 def _rows(work: Workload) -> Iterator[Row]:
+    if work.streams:
+        drawn = (_drawn(stream, [work.seed, k]) for k, stream in enumerate(work.streams))
+        return heapq.merge(*drawn, key=lambda row: row.time)
+
     def once() -> Iterator[Row]:
         return trace.merge(
             [trace.read(path, tag) for tag, path in work.traces], align=work.trace_align
         )
 
     return _again_and_again(once) if work.repeat else once()
+
+
+def _drawn(stream: Stream, seed: list[int]) -> Iterator[Row]:
+    """Endless requests of one stream."""
+    random, time, n = np.random.default_rng(seed), 0.0, arrivals.CHUNK
+    shape, mean = stream.burstiness, 1.0 / stream.rate
+    while True:
+        gaps = random.gamma(shape, mean / shape, n).tolist()
+        prompts = np.exp(random.normal(math.log(stream.prompt), stream.prompt_sigma, n))
+        outputs = np.exp(random.normal(math.log(stream.output), stream.output_sigma, n))
+        prompts = prompts.clip(1, stream.longest_prompt)
+        outputs = outputs.clip(1, stream.longest_output)
+        for gap, prompt, output in zip(gaps, prompts.tolist(), outputs.tolist(), strict=True):
+            time += gap
+            yield Row(time, round(prompt), round(output), stream.tag)
 
 
 def _again_and_again(once: Callable[[], Iterator[Row]]) -> Iterator[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -54,9 +54,11 @@ class World:
         delays: Delays,
         b_limit: int | None = None,
         seed: int = 0,
+        adapters: Sequence[str] = (),
     ) -> None:
         self.kernel = Kernel()
         self.policy, self.delays = policy, delays
+        self._adapters = dict.fromkeys(adapters, "1")  # every replica serves all of them
         names = [f"replica-{k}" for k in range(len(profiles))]
         self.recorder = Recorder(names)
         self.replicas: dict[str, Replica] = {}
@@ -221,6 +223,7 @@ class World:
                 B_wanted=0 if trainer is None else trainer.B,
                 kv_total=profile.kv_tokens,
                 context=profile.context,
+                adapters=self._adapters,
                 quality=self.quality[name],
                 latency=profile.coefficients,
             ),

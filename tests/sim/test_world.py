@@ -15,7 +15,7 @@ from sim import report, what_if
 from sim.federation import Federated
 from sim.replica import Batching
 from sim.scenario import Scenario, ScenarioError, build, load_curve, run
-from sim.workload import Workload, jobs, planned
+from sim.workload import AZURE_LIKE, Workload, jobs, planned
 
 PROFILE = """
 name: small
@@ -160,7 +160,7 @@ def test_a_what_if_without_slo_is_refused(profile_file: str) -> None:
     ("changes", "message"),
     [
         ({"replicas": 0}, "at least 1"),
-        ({"workload": Workload()}, "traces or a rate"),
+        ({"workload": Workload()}, "one of: traces"),
         ({"workload": Workload(rate=1.0)}, "never ends"),
         ({"curve": "absent"}, "known: "),
     ],
@@ -211,3 +211,13 @@ def test_a_loss_curve_falls_from_start_to_floor() -> None:
     curve = load_curve("assumed")
     assert curve.cross_entropy(0) == curve.start
     assert curve.floor < curve.cross_entropy(1e6) < curve.cross_entropy(1e3) < curve.start
+
+
+def test_random_streams_keep_their_rates_and_medians() -> None:
+    plan = list(planned(Workload(streams=AZURE_LIKE, duration=4000.0)))
+    assert [p.due for p in plan] == sorted(p.due for p in plan)
+    for stream in AZURE_LIKE:
+        own = [p for p in plan if p.tag == stream.tag]
+        assert len(own) / 4000 == pytest.approx(stream.rate, rel=0.2)
+        middle = sorted(p.output_tokens or 0 for p in own)[len(own) // 2]
+        assert middle == pytest.approx(stream.output, rel=0.1)
