@@ -18,6 +18,7 @@ from shared.settings import child_environment
 
 STEADY_SECONDS = 60.0  # a process that lived this long starts over with short waits
 LONGEST_WAIT = 10.0
+BAD_SETTINGS = 2  # exit code with which every service refuses its settings
 LOG_BYTES = 32 << 20  # a longer log moves aside (one generation) when its process starts
 
 Tell = Callable[[str], None]
@@ -83,6 +84,8 @@ class Child:
             code = await self._process.wait()
             if self._stopping:
                 return
+            if code == BAD_SETTINGS:  # another try would end the same way
+                raise GivenUp(f"{self.name} refuses its settings:\n{self.tail()}")
             self._deaths = 1 if time.monotonic() - born > STEADY_SECONDS else self._deaths + 1
             if self._deaths > self._restarts:
                 raise GivenUp(

@@ -107,3 +107,12 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     while psutil.pid_exists(pid) and time.monotonic() < end:
         os.sched_yield()
     assert not psutil.pid_exists(pid)
+
+
+async def test_a_child_that_refuses_its_settings_is_not_tried_again(tmp_path: Path) -> None:
+    told: list[str] = []
+    child = _child(tmp_path, "print('--port: too high'); raise SystemExit(2)", told)
+    await child.start()
+    with pytest.raises(GivenUp, match=r"(?s)refuses its settings.*--port: too high"):
+        await child.keep()
+    assert told == []
