@@ -93,11 +93,13 @@ class Aggregation:
         def group(rank: int) -> Group:
             return Group(id=group_id, rank=rank, members=members, timeout=timeout)
 
-        async with asyncio.TaskGroup() as tasks:
-            for rank, client in enumerate(others, start=1):
-                tasks.create_task(self._send(client, group(rank), "group"))
-            result = tasks.create_task(self._aggregate(server, group(0), "group"))
-        return result.result()
+        sending = asyncio.gather(
+            *(self._send(c, group(rank), "group") for rank, c in enumerate(others, start=1))
+        )
+        try:
+            return await self._aggregate(server, group(0), "group")
+        finally:
+            await sending  # each ends by itself within the group's timeout
 
     async def _send(self, client: str, group: Group | None, how: str) -> SendResult | None:
         """A sender that fails is the receiver's trouble: it times out and says so."""
@@ -126,9 +128,7 @@ class Aggregation:
 
     async def _upload(self, server: str) -> None:
         """The group broke: the kept updates go through Redis instead."""
-        async with asyncio.TaskGroup() as tasks:
-            for client in self._results:
-                tasks.create_task(self._send(client, None, "redis"))
+        await asyncio.gather(*(self._send(client, None, "redis") for client in self._results))
 
     async def _aggregate(self, server: str, group: Group | None, how: str) -> AggregateResult:
         s = self._session

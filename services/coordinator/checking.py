@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 
 import msgspec
 
@@ -28,11 +29,16 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def check(
-    context: Context, session: Session, options: TrainingOptions, parent: str, new: str
+    context: Context,
+    session: Session,
+    options: TrainingOptions,
+    clients: Iterable[str],
+    parent: str,
+    new: str,
 ) -> Check:
-    """All clients evaluate at once; one that cannot is left out of the mean."""
+    """All ``clients`` evaluate at once; one that cannot is left out of the mean."""
     found = await asyncio.gather(
-        *(_evaluate(context, session, options, c, parent, new) for c in session.clients)
+        *(_evaluate(context, session, options, c, parent, new) for c in sorted(clients))
     )
     before, after = dict(session.heldout), dict[str, float]()
     for result in found:

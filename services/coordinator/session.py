@@ -64,7 +64,7 @@ class SessionRun:
             except NoAggregate as e:
                 await self._miss(str(e))
                 continue
-            checked = await self._check(made)
+            checked = await self._check(results, made)
             await self._publish(results, made, checked)
         return why
 
@@ -240,11 +240,11 @@ class SessionRun:
         await self._context.save(self._session)
         return made
 
-    async def _check(self, made: AggregateResult) -> Check:
+    async def _check(self, results: dict[str, RoundResult], made: AggregateResult) -> Check:
+        """By the clients that trained: the others' training processes may be stuck."""
         s, opening = self._session, self._opening
-        return await check(
-            self._context, s, opening.options, await opening.path_of(s.parent, s), made.path
-        )
+        parent = await opening.path_of(s.parent, s)
+        return await check(self._context, s, opening.options, results, parent, made.path)
 
     async def _publish(
         self, results: dict[str, RoundResult], made: AggregateResult, checked: Check
