@@ -195,14 +195,13 @@ def test_too_few_replicas_with_data_are_told_why_they_wait_and_train_alone_in_th
 
 def test_replicas_that_became_idle_at_different_moments_still_come_together() -> None:
     """Each went back to Serving before the last became Idle, in turns and for ever."""
-    quick = Options(t0=4, t_min=3, t_max=4, t_back0=4)
+    quick = Options(t0=4, t_min=4, t_max=4, t_back0=4)
     cluster = Cluster(
-        [seen(f"r{i}", data=DATA, rate=9.0, rate_training=9.0) for i in range(3)], quick
+        [seen(f"r{i}", "starting", data=DATA, fresh=DATA, rate=9.0) for i in range(3)], quick
     )
-    for i in range(3):
-        cluster.set(f"r{i}", fresh=DATA)
-        cluster.tick(5 + i)
-    cluster.tick(12)
+    for name, ticks in (("r0", 3), ("r1", 2), ("r2", 40)):
+        cluster.set(name, state="serving")
+        cluster.tick(ticks)
     assert len(of(Proposal, cluster.log)) == 1
 
 
