@@ -7,13 +7,21 @@ from typing import Any
 
 from services.dispatcher.policies.base import Policy
 from services.dispatcher.policies.collm import Collm
+from services.dispatcher.policies.dlora import Dlora
 from services.dispatcher.policies.least_loaded import LeastLoaded
+from services.dispatcher.policies.peft import Peft
 from services.dispatcher.policies.round_robin import RoundRobin
+from services.dispatcher.policies.shepherd import Shepherd
+from services.dispatcher.policies.split import Split
 
 POLICIES: Mapping[str, Callable[..., Policy]] = {
     "collm": Collm,
+    "dlora": Dlora,
     "least_loaded": LeastLoaded,
+    "peft": Peft,
     "round_robin": RoundRobin,
+    "shepherd": Shepherd,
+    "split": Split,
 }
 
 

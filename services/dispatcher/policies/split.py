@@ -1,0 +1,32 @@
+"""Split: the isolated design. ``serving`` replicas only serve, the others only train.
+
+The comparison of section 10 of the CoLLM evaluation: equal hardware, requests never reach the
+training part. Among its own replicas it is ``least_loaded``.
+"""
+
+from __future__ import annotations
+
+from services.dispatcher.policies.base import Action, Release, Request
+from services.dispatcher.policies.fleet import Member
+from services.dispatcher.policies.least_loaded import LeastLoaded
+
+
+class Split(LeastLoaded):
+    """``serving``: how many replicas (the first by id) serve; 0 means all but one."""
+
+    name = "split"
+
+    def __init__(self, *, serving: int = 0) -> None:
+        super().__init__()
+        if serving < 0:
+            raise TypeError(f"serving: 0 or more replicas expected, {serving} given")
+        self._serving = serving
+
+    def decide(self, now: float) -> list[Action]:
+        """As ``least_loaded``; never promotes, which would take a replica from training."""
+        return [action for action in super().decide(now) if isinstance(action, Release)]
+
+    def _candidates(self, request: Request, free: list[Member]) -> list[Member]:
+        count = self._serving or max(1, len(self.fleet) - 1)
+        chosen = {m.view.id for m in list(self.fleet)[:count]}
+        return super()._candidates(request, [m for m in free if m.view.id in chosen])
