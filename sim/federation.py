@@ -56,6 +56,7 @@ class Federated(msgspec.Struct, frozen=True, kw_only=True):
     yielding: bool = True
     fixed: tuple[int, int] | None = None  # (B, b) of every client instead of the search
     training_off: bool = False  # B = 0 always
+    solo: bool = False  # every client learns from its own samples only
     quality_order: bool = True  # False: the dispatcher sees the same quality everywhere
 
 
@@ -316,7 +317,7 @@ class Federation:
                 trained_on += trainer.done * trainer.B
                 self._take_active(world.replicas[name].row, trainer)
                 self.micro_steps += trainer.done
-        self.samples += trained_on
+        self.samples += trained_on / len(session.clients) if self._options.solo else trained_on
         after = self._curve.cross_entropy(self.samples)
         self.rounds += 1
         self.history.append((now, after))

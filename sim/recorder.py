@@ -32,20 +32,26 @@ class Tally:
         self.quality_tokens = 0.0
         self.ttft, self.tpot, self.e2e = Histogram(), Histogram(), Histogram()
 
-    def summary(self, seconds: float) -> dict[str, Any]:
-        """The keys of the load generator's result, as far as they make sense here."""
-        seconds = max(seconds, 1e-9)
+    def summary(self, seconds: float, drained: float) -> dict[str, Any]:
+        """The keys of the load generator's result, as far as they make sense here.
+
+        Goodput is per second of ``seconds``, the time until the last arrival or answer in time;
+        throughput until all was ``drained``: a policy that leaves hopeless requests to the end
+        is not charged for the length of its tail.
+        """
+        seconds, drained = max(seconds, 1e-9), max(drained, 1e-9)
         result: dict[str, Any] = {
             "duration": seconds,
+            "drained": drained,
             "offered": self.offered,
             "completed": self.completed,
             "failed": self.unfinished,
             "shed": self.shed,
             "total_input_tokens": self.input_tokens,
             "total_output_tokens": self.tokens,
-            "request_throughput": self.completed / seconds,
+            "request_throughput": self.completed / drained,
             "request_goodput": self.good / seconds,
-            "output_throughput": self.tokens / seconds,
+            "output_throughput": self.tokens / drained,
             "goodput_tokens_per_s": self.good_tokens / seconds,
             "q_goodput": self.quality_tokens / seconds,
             "slo_attainment": self.good / self.offered if self.offered else None,
@@ -65,11 +71,13 @@ class Recorder:
 
     def __init__(self, replicas: Sequence[str], tags: Sequence[str] = ()) -> None:
         self.total = Tally()
+        self.active_until = 0.0  # last arrival or answer in time
         self.tags = {tag: Tally() for tag in tags}
         self.series = Series(ROWS)
         rows = [f"r{k}" for k in range(min(len(replicas), MAX_BUSY_ROWS))]
         self.busy = Series(rows)
         self.training = Series(rows)
+        self.served = Series(rows)
         self.row_of = {
             name: rows[k * len(rows) // len(replicas)] for k, name in enumerate(replicas)
         }
@@ -83,6 +91,7 @@ class Recorder:
     def offered(self, job: Job) -> None:
         for tally in self._tallies(job.tag):
             tally.offered += 1
+        self.active_until = max(self.active_until, job.received)
         self.series.add("offered", job.received, 1)
 
     def shed(self, job: Job, now: float) -> None:
@@ -106,9 +115,11 @@ class Recorder:
             if tpot is not None:
                 tally.tpot.add(tpot)
             if good:
+                self.active_until = now
                 tally.good += 1
                 tally.good_tokens += tokens
                 tally.quality_tokens += tokens * quality
+        self.served.add(self.row_of[job.replica], now, 1)
         self._bucket(now, tokens, good, quality)
         return good
 
@@ -137,6 +148,7 @@ class Recorder:
                 [round(min(1.0, v / per_row), 4) for v in self.busy.values(row)]
                 for row in self.busy.rows
             ],
+            "served": [self.served.values(row) for row in self.served.rows],
             "training": [
                 [round(min(1.0, v / per_row), 4) for v in self.training.values(row)]
                 for row in self.training.rows

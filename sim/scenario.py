@@ -91,22 +91,24 @@ def run(scenario: Scenario, watch: Callable[[World], None] | None = None) -> dic
     started = time.process_time()
     world = build(scenario)
     world.run(watch)
-    duration = world.ended
+    duration, drained = world.recorder.active_until, world.ended
     total = world.recorder.total
     result: dict[str, Any] = {
         "simulated": True,
         "profile": scenario.profile,
         "replicas": scenario.replicas,
         "policy": scenario.policy,
-        **total.summary(duration),
-        "tags": {tag: tally.summary(duration) for tag, tally in world.recorder.tags.items()},
+        **total.summary(duration, drained),
+        "tags": {
+            tag: tally.summary(duration, drained) for tag, tally in world.recorder.tags.items()
+        },
         "utilisation": _mean_busy(world),
         "events": world.kernel.handled,
         "decisions": world.decisions,
         "cpu_seconds": time.process_time() - started,
     }
     if world.federation is not None:
-        result["training"] = _training(world.federation, duration, scenario.replicas)
+        result["training"] = _training(world.federation, drained, scenario.replicas)
     result["by_time"] = world.recorder.by_time()
     result["scenario"] = scenario.saved()
     return result
