@@ -207,8 +207,8 @@ class TorchEngine:
     def step_now(self) -> StepReport:
         """``step`` in this thread."""
         begin = time.perf_counter()
-        if self._threads and torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
+        if self._threads:
+            self.backend.use_threads(self._threads)
         finished = list(self._take_cancelled())
         work = self.scheduler.schedule()
         if not work:

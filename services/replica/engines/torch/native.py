@@ -168,15 +168,22 @@ class NativeBackend:
         self._library = build(self._dtype, extra)
         self.name = self._library.kernel_name().decode()
         self._scratch = _Scratch()
+        self._scratches = {threads: self._scratch}  # each with its pool of that many threads
         self._model = self._describe(threads, packed)
         self._allocate(pages)
 
     def __del__(self) -> None:
-        if hasattr(self, "_scratch"):
-            self._library.scratch_free(ctypes.byref(self._scratch))
+        for scratch in getattr(self, "_scratches", {}).values():
+            self._library.scratch_free(ctypes.byref(scratch))
 
     def forget(self, sequence: str) -> None:
         """Nothing is kept per sequence."""
+
+    def use_threads(self, count: int) -> None:
+        if count != self._model.threads:
+            self._scratch = self._scratches.setdefault(count, _Scratch())
+            self._model.threads = count
+            self._model.scratch = ctypes.pointer(self._scratch)
 
     def _describe(self, threads: int, packed: bool) -> _Model:
         c = self._config

@@ -52,6 +52,9 @@ class Backend(Protocol):
 
     def forward(self, step: Step) -> Result: ...
 
+    def use_threads(self, count: int) -> None:
+        """Compute the next pass with this many threads; called in the thread that computes."""
+
     def forget(self, sequence: str) -> None:
         """A sequence has ended or lost its pages."""
         ...
