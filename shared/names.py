@@ -126,3 +126,33 @@ def group_news(group_id: str) -> str:
 def demand(model_name: str) -> str:
     """Hash: what is asked of a base model, by the dispatcher (see shared.demand); expires."""
     return f"{PREFIX}demand:{model_name}"
+
+
+FILES = PREFIX + "files"  # sorted set of uploaded file ids by time
+JOBS = PREFIX + "jobs"  # sorted set of fine-tuning job ids by time
+JOBS_CURSOR = PREFIX + "jobs:cursor"  # last entry of ``events`` that was entered into jobs
+
+
+def file(file_id: str) -> str:
+    """Hash: an uploaded file's record (see shared.jobs)."""
+    return f"{PREFIX}file:{file_id}"
+
+
+def job(job_id: str) -> str:
+    """Hash: a fine-tuning job's record (see shared.jobs)."""
+    return f"{PREFIX}job:{job_id}"
+
+
+def job_events(job_id: str) -> str:
+    """Stream: what happened to a job, for its owner."""
+    return f"{PREFIX}job:{job_id}:events"
+
+
+def job_seen(job_id: str) -> str:
+    """Set: entry ids of ``events`` that a job's own events contain already; expires."""
+    return f"{PREFIX}job:{job_id}:seen"
+
+
+def jobs_of_adapter(adapter_name: str) -> str:
+    """The id of the job that trains an adapter."""
+    return f"{PREFIX}adapter:{adapter_name}:job"

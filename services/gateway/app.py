@@ -7,17 +7,16 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from services.gateway import errors
-from services.gateway.access import Principal
-from services.gateway.catalogue import ServedModel
+from services.gateway import errors, feedback, file_routes, job_routes, lora_routes, text_routes
+from services.gateway.catalogue import ServedModel, visible
 from services.gateway.errors import ApiError
 from services.gateway.front import crash
+from services.gateway.routes import caller, json, respond
 from shared.adapters import Adapter
 
 if TYPE_CHECKING:
@@ -36,6 +35,11 @@ def build(gateway: Gateway) -> FastAPI:
     _errors(app)
     _health(app, gateway)
     _models(app, gateway)
+    text_routes.add(app, gateway, project_version())
+    lora_routes.add(app, gateway)
+    file_routes.add(app, gateway)
+    job_routes.add(app, gateway)
+    feedback.add(app, gateway)
     return app
 
 
@@ -55,21 +59,6 @@ def project_version() -> str:
         return version("collm")
     except PackageNotFoundError:  # run from a checkout that is not installed
         return "0.0.0"
-
-
-def caller(request: Request) -> Principal:
-    """Who is calling, as the front found out."""
-    principal: Principal = request.state.exchange.caller
-    return principal
-
-
-def respond(error: ApiError) -> Response:
-    headers = {k.decode(): v.decode() for k, v in error.headers()}
-    return Response(error.body(), error.status, headers, "application/json")
-
-
-def json(content: Any) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
 
 
 def _errors(app: FastAPI) -> None:
@@ -105,30 +94,24 @@ def _health(app: FastAPI, gateway: Gateway) -> None:
     async def health() -> Response:
         """200 when Redis and at least one replica answer, else 503; both with the details."""
         status = gateway.health()
-        return _json_status(status, 200 if status["status"] == "ok" else 503)
+        return json(status, 200 if status["status"] == "ok" else 503)
 
     @app.get("/health/live")
     async def live() -> Response:
         """200 as long as this process turns its event loop."""
-        return _json_status({"status": "ok"}, 200)
+        return json({"status": "ok"}, 200)
 
     @app.get("/health/ready")
     async def ready() -> Response:
         """Whether to send requests here: like /health, and red while shutting down."""
         status = gateway.health()
         good = status["status"] == "ok" and not gateway.stopping
-        return _json_status(status, 200 if good else 503)
+        return json(status, 200 if good else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
         await gateway.look_at_streams()
         return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-def _json_status(content: dict[str, Any], status: int) -> Response:
-    answer = json(content)
-    answer.status_code = status
-    return answer
 
 
 def _models(app: FastAPI, gateway: Gateway) -> None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from services.gateway import errors, logprobs, params, prompts, structured, tools, wire
-from services.gateway.access import Access, Principal
+from services.gateway.access import Principal
 from services.gateway.answer import Answer, Choice
-from services.gateway.catalogue import Catalogue, Target
-from services.gateway.desk import Desk
+from services.gateway.catalogue import Target
 from services.gateway.errors import ApiError, Headers, bad_value
 from services.gateway.forms import DONE, ChatForm, CompletionForm, Form, error_frame
 from services.gateway.http import Exchange
-from services.gateway.metrics import Metrics
-from services.gateway.settings import GatewaySettings
 from shared.messages import Generate, Sampling
+
+if TYPE_CHECKING:
+    from services.gateway.service import Gateway
 
 SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -29,19 +30,11 @@ COMPLETION_TOKENS = 16  # OpenAI's default length of /v1/completions
 class Generation:
     """Both routes; everything from the body to the last byte of the answer."""
 
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        gateway: str,
-        catalogue: Catalogue,
-        desk: Desk,
-        metrics: Metrics,
-        access: Access,
-        clock: Callable[[], float],
-    ) -> None:
-        self._settings, self._gateway = settings, gateway
-        self._catalogue, self._desk = catalogue, desk
-        self._metrics, self._access, self._clock = metrics, access, clock
+    def __init__(self, gateway: Gateway) -> None:
+        self._settings, self._gateway = gateway.settings, gateway.id
+        self._catalogue, self._desk = gateway.catalogue, gateway.desk
+        self._metrics, self._access = gateway.metrics, gateway.access
+        self._clock, self._memory = gateway.clock, gateway.memory
 
     async def chat(self, exchange: Exchange) -> None:
         body = await exchange.body(self._settings.max_body_bytes, self._settings.body_timeout)
@@ -76,6 +69,7 @@ class Generation:
             [tools.Calls(parallel) for _ in answer.choices] if offered else (),
         )
         await self._serve(exchange, answer, form, _with_usage(request))
+        self._remember(exchange, request, answer)
 
     async def completion(self, exchange: Exchange) -> None:
         body = await exchange.body(self._settings.max_body_bytes, self._settings.body_timeout)
@@ -106,9 +100,24 @@ class Generation:
         )
         await self._serve(exchange, answer, form, _with_usage(request))
 
+    def _remember(self, exchange: Exchange, request: wire.ChatRequest, answer: Answer) -> None:
+        """For feedback, where the tenant wants it."""
+        own = self._settings.tenants.get(exchange.caller.tenant)
+        if own is None or not own.feedback_adapter or not answer.done:
+            return
+        text = answer.choices[0].text()
+        for request_id in {exchange.tag.decode(), exchange.id}:
+            self._memory.keep(
+                request_id,
+                exchange.caller.tenant,
+                own.feedback_adapter,
+                prompts.check_messages(request.messages),
+                text,
+            )
+
     # ------------------------------------------------------------ before the queue
 
-    async def target(self, name: str, caller: Principal) -> Target:
+    async def target(self, name: str, caller: Principal, *, needs_replica: bool = True) -> Target:
         """The model or adapter of that name. Raises ApiError 404, 503."""
         target = await self._catalogue.look_up(name, caller.sees)
         now = self._catalogue.now
@@ -120,7 +129,8 @@ class Generation:
             self._metrics.rejected("model_not_found")
             raise errors.model_not_found(name)
         base = target.model.name
-        if self._settings.when_no_replica == "refuse" and not now.alive(base):
+        refuse = needs_replica and self._settings.when_no_replica == "refuse"
+        if refuse and not now.alive(base):
             await self._catalogue.look_up("")  # one may have started this moment
             if not self._catalogue.now.alive(base):
                 raise self._no_replica(base)

@@ -56,6 +56,20 @@ class Exchange:
             return chunk
         return await self._rest(chunk, limit, timeout)
 
+    def bounded(self, limit: int) -> Receive:
+        """``receive`` for another parser of the body; raises ApiError 413 beyond ``limit``."""
+        size = 0
+
+        async def receive() -> MutableMapping[str, Any]:
+            nonlocal size
+            message = await self.receive()
+            size += len(message.get("body", b""))
+            if size > limit:
+                raise _too_large(limit)
+            return message
+
+        return receive
+
     async def _first(self, timeout: float) -> MutableMapping[str, Any]:
         try:
             async with asyncio.timeout(timeout):

@@ -17,9 +17,13 @@ from services.gateway.access import Access
 from services.gateway.answer import Choice
 from services.gateway.catalogue import Catalogue
 from services.gateway.desk import Desk
+from services.gateway.feedback import Memory
+from services.gateway.file_routes import Files
+from services.gateway.fine_tuning import FineTuning
 from services.gateway.front import Front
 from services.gateway.generation import Generation
 from services.gateway.inbox import DEAD_LETTERS_MAXLEN, Inbox
+from services.gateway.lora import Adapters
 from services.gateway.metrics import Metrics
 from services.gateway.outbox import Outbox
 from services.gateway.reconcile import Reconciler
@@ -27,6 +31,7 @@ from services.gateway.settings import GatewaySettings
 from shared import names
 from shared.clock import RedisClock
 from shared.entries import request_values
+from shared.jobs import Jobs
 from shared.records import HEARTBEAT_SECONDS, HEARTBEAT_TTL_MS
 from shared.redis_client import TRANSIENT, connect, patiently
 
@@ -83,9 +88,12 @@ class Gateway:
         self.access = Access(
             settings.api_keys_file, settings.limits, settings.tenants, time.monotonic
         )
-        self.generation = Generation(
-            settings, self.id, self.catalogue, self.desk, self.metrics, self.access, self.clock
-        )
+        self.memory = Memory(time.monotonic)
+        self.generation = Generation(self)
+        self.jobs = Jobs(self.redis)
+        self.adapters = Adapters(self)
+        self.files = Files(self)
+        self.fine_tuning = FineTuning(self)
         self.asgi = Front(
             {
                 "/v1/chat/completions": self.generation.chat,
@@ -114,6 +122,7 @@ class Gateway:
             self._keep_time(),
             self._bound_absence(),
             self.access.watch(),
+            self.fine_tuning.run(),
         ):
             self._start(work)
         try:
@@ -142,6 +151,7 @@ class Gateway:
                 await self.redis.srem(names.GATEWAYS, self.id)
         except (TimeoutError, *TRANSIENT) as e:
             log.warning("Redis was not told of the end (%s); the heartbeat expires", e)
+        await self.fine_tuning.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
