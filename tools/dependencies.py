@@ -7,14 +7,18 @@ import tomllib
 from pathlib import Path
 
 
-def main() -> None:
+def wanted(*extras: str) -> list[str]:
+    """Requirements of the project and of the extras named."""
     text = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text(encoding="utf-8")
     project = tomllib.loads(text)["project"]
-    for line in project["dependencies"]:
-        print(line)
-    for extra in sys.argv[1:]:
-        for line in project["optional-dependencies"][extra]:
-            print(line)
+    lines = list(project["dependencies"])
+    for extra in extras:
+        lines += project["optional-dependencies"][extra]
+    return lines
+
+
+def main() -> None:
+    print("\n".join(wanted(*sys.argv[1:])))
 
 
 if __name__ == "__main__":
