@@ -1,0 +1,352 @@
+"""Files and fine-tuning jobs with the stock client; what happens to a job is told."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+
+from shared import api_keys, data_homes, names, sessions
+from shared.adapters import AdapterRegistry, AdapterVersion
+from shared.replica_state import event
+from tests.gateway.answerer import until
+from tests.gateway.conftest import MODEL
+from tests.gateway.replica import controlled
+
+
+def jsonl(count: int = 8) -> bytes:
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"question {i}"},
+                {"role": "assistant", "content": f"answer {i}"},
+            ]
+        }
+        for i in range(count)
+    ]
+    return "\n".join(map(json.dumps, lines)).encode()
+
+
+@pytest.fixture
+async def tuning(start, redis, tmp_path):
+    async with start() as served, controlled(redis, f"{MODEL}-r0", tmp_path):
+        yield served
+
+
+async def upload(served, content: bytes = b"", name: str = "train.jsonl"):
+    return await served.openai.files.create(file=(name, content or jsonl()), purpose="fine-tune")
+
+
+async def queued(served, **parameters):
+    """A job whose data is at home."""
+    file = await upload(served)
+    job = await served.openai.fine_tuning.jobs.create(
+        model=MODEL, training_file=file.id, **parameters
+    )
+
+    async def at_home() -> bool:
+        return (await served.openai.fine_tuning.jobs.retrieve(job.id)).status == "queued"
+
+    await until(at_home, "the job to be queued")
+    return job
+
+
+async def adapter_of(served, job) -> str:
+    from shared.jobs import Job
+
+    found = await served.gateway.jobs.get(Job, job.id)
+    assert found is not None
+    return found.adapter
+
+
+async def test_files_are_uploaded_listed_read_and_deleted(tuning):
+    client = tuning.openai
+    first, second = await upload(tuning), await upload(tuning, jsonl(3), "b.jsonl")
+    assert (first.filename, first.bytes, first.purpose) == (
+        "train.jsonl",
+        len(jsonl()),
+        "fine-tune",
+    )
+    listed = await client.files.list(purpose="fine-tune")
+    assert [f.id for f in listed.data] == [second.id, first.id]
+    page = await client.files.list(limit=1)
+    assert [f.id for f in page.data] == [second.id]
+    assert page.has_more
+    assert [f.id async for f in await client.files.list(limit=1)] == [second.id, first.id]
+    assert (await client.files.content(first.id)).content == jsonl()
+    assert (await client.files.delete(first.id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.files.retrieve(first.id)
+    left = list((tuning.gateway.settings.data_dir / "files").iterdir())
+    assert [f.name for f in left] == [second.id]
+
+
+async def test_bad_uploads_are_refused_and_leave_nothing(start, tmp_path):
+    async with start(max_file_bytes=2000, storage_bytes=3000) as served:
+        post = served.http.post
+        good = {"purpose": "fine-tune"}
+        cases = [
+            (await post("/v1/files", json={"a": 1}), 400),
+            (await post("/v1/files", data=good, files={"other": ("a", b"x")}), 400),
+            (await post("/v1/files", data={"purpose": "x"}, files={"file": ("a", b"x")}), 400),
+            (await post("/v1/files", data=good, files={"file": ("a", b"")}), 400),
+            (await post("/v1/files", data=good, files={"file": ("a", b"x" * 2001)}), 413),
+            (await post("/v1/files", data=good, files={"file": ("a", b"x" * 90_000)}), 413),
+            (
+                await post(
+                    "/v1/files",
+                    content=b"--x\r\nbroken",
+                    headers={"content-type": "multipart/form-data; boundary=x"},
+                ),
+                400,
+            ),
+        ]
+        for response, status in cases:
+            assert response.status_code == status, response.text
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        tricky = await post(
+            "/v1/files", data=good, files={"file": ("../../etc/passwd", b"x" * 1900)}
+        )
+        assert tricky.json()["filename"] == "passwd"
+        full = await post("/v1/files", data=good, files={"file": ("a", b"x" * 1900)})
+        assert full.status_code == 429
+        assert full.json()["error"]["code"] == "insufficient_quota"
+        assert len(list((tmp_path / "files").iterdir())) == 1
+
+
+async def test_a_job_brings_its_data_home_and_waits_for_idle_replicas(tuning, tmp_path, redis):
+    job = await queued(tuning, suffix="my law", seed=7)
+    assert job.fine_tuned_model is None
+    assert job.status == "validating_files"
+    adapter = await adapter_of(tuning, job)
+    assert adapter.startswith(f"ft:{MODEL}:collm:my-law:")
+    home = f"{MODEL}-r0"
+    assert data_homes.count(tmp_path, home) == {adapter: 8}
+    registered = await AdapterRegistry(redis, tmp_path).get(adapter)
+    assert registered is not None
+    assert (registered.base, registered.training["seed"]) == (MODEL, 7)
+    await event(redis, "session_waits", adapter=adapter, why="needs 3 Idle replicas, has 0")
+
+    async def told() -> bool:
+        events = await tuning.openai.fine_tuning.jobs.list_events(job.id)
+        return any("needs 3 Idle replicas" in e.message for e in events.data)
+
+    await until(told, "the waiting to be told")
+    assert (await tuning.chat(model=adapter)).status_code == 404  # nothing learnt yet
+
+
+async def test_a_round_is_a_checkpoint_that_can_be_asked_at_once(tuning, tmp_path, redis):
+    job = await queued(tuning)
+    client, adapter = tuning.openai, await adapter_of(tuning, job)
+    registry = AdapterRegistry(redis, tmp_path)
+    await event(redis, "session_opened", session="s1", adapter=adapter, why="2 Idle")
+    for number in (1, 2):
+        entry = AdapterVersion(
+            version=f"r{number}", path="/nowhere", round=number, heldout_ce=2.5 - number
+        )
+        await registry.publish(adapter, entry)
+
+    async def running() -> bool:
+        found = await client.fine_tuning.jobs.retrieve(job.id)
+        return found.status == "running" and found.fine_tuned_model == adapter
+
+    await until(running, "the first version")
+    assert (await tuning.chat(model=adapter)).status_code == 200
+    checkpoints = await client.fine_tuning.jobs.checkpoints.list(job.id)
+    assert [c.step_number for c in checkpoints.data] == [2, 1]
+    assert checkpoints.data[0].metrics.valid_loss == 0.5
+    await event(redis, "session_ended", session="s1", adapter=adapter, why="max_rounds")
+
+    async def done() -> bool:
+        return (await client.fine_tuning.jobs.retrieve(job.id)).status == "succeeded"
+
+    await until(done, "the end")
+    found = await client.fine_tuning.jobs.retrieve(job.id)
+    assert found.fine_tuned_model == adapter
+    assert found.finished_at
+
+    async def dropped() -> bool:
+        return data_homes.count(tmp_path, f"{MODEL}-r0") == {}
+
+    await until(dropped, "the data to leave its home")
+
+
+async def test_every_event_is_entered_once_however_many_gateways_follow(
+    tuning, redis, redis_server, tmp_path
+):
+    from services.gateway.settings import GatewaySettings
+    from tests.gateway.conftest import serve
+
+    settings = GatewaySettings(
+        redis_url=redis_server.url, data_dir=tmp_path, port=0, shutdown_grace=1
+    )
+    async with serve(settings) as (other, _):
+        job = await queued(tuning)
+        adapter = await adapter_of(tuning, job)
+        for number in range(5):
+            await event(redis, "session_waits", adapter=adapter, why=f"reason {number}")
+
+        async def all_told() -> bool:
+            found = await other.jobs.events(job.id)
+            return sum("reason" in e.message for e in found) == 5
+
+        await until(all_told, "five events")
+        await event(redis, "session_waits", adapter=adapter, why="the last")
+
+        async def last_told() -> bool:
+            return any("the last" in e.message for e in await other.jobs.events(job.id))
+
+        await until(last_told, "the last event")
+        messages = [e.message for e in await other.jobs.events(job.id)]
+        assert len(messages) == len(set(messages))
+
+
+async def test_a_bad_line_fails_the_job_and_is_named(tuning):
+    file = await upload(tuning, jsonl(3) + b'\n{"messages": []}\n', "mine.jsonl")
+    job = await tuning.openai.fine_tuning.jobs.create(model=MODEL, training_file=file.id)
+
+    async def failed() -> bool:
+        return (await tuning.openai.fine_tuning.jobs.retrieve(job.id)).status == "failed"
+
+    await until(failed, "the failure")
+    error = (await tuning.openai.fine_tuning.jobs.retrieve(job.id)).error
+    assert "mine.jsonl:4" in error.message
+    assert error.param == "training_file"
+
+
+async def test_cancel_stops_the_session_and_a_finished_job_cannot_be_cancelled(tuning, redis):
+    job = await queued(tuning)
+    client, adapter = tuning.openai, await adapter_of(tuning, job)
+    session = sessions.Session(
+        id="s1", adapter=adapter, base=MODEL, clients=(f"{MODEL}-r0",), server=f"{MODEL}-r0"
+    )
+    await sessions.open_session(redis, session)
+    assert (await client.fine_tuning.jobs.cancel(job.id)).status == "cancelled"
+    assert (await sessions.wishes(redis, "s1")).stop
+    with pytest.raises(openai.BadRequestError):
+        await client.fine_tuning.jobs.cancel(job.id)
+
+
+async def test_pause_and_resume_reach_the_session_also_one_that_opens_later(tuning, redis):
+    job = await queued(tuning)
+    client, adapter = tuning.openai, await adapter_of(tuning, job)
+    await client.fine_tuning.jobs.pause(job.id)
+    session = sessions.Session(
+        id="s1", adapter=adapter, base=MODEL, clients=(f"{MODEL}-r0",), server=f"{MODEL}-r0"
+    )
+    await sessions.open_session(redis, session)
+
+    async def paused() -> bool:
+        return (await sessions.wishes(redis, "s1")).pause
+
+    await until(paused, "the pause")
+    await client.fine_tuning.jobs.resume(job.id)
+    assert not (await sessions.wishes(redis, "s1")).pause
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "param"),
+    [
+        ({"model": "nothing"}, 404, "model"),
+        ({"training_file": "file-nothing"}, 400, "training_file"),
+        ({"training_file": "../../etc/passwd"}, 400, "training_file"),
+        ({"validation_file": "file-nothing"}, 400, "validation_file"),
+        ({"suffix": ""}, 400, "suffix"),
+        ({"suffix": "x" * 65}, 400, "suffix"),
+        ({"seed": -1}, 400, "seed"),
+        ({"hyperparameters": {"n_epochs": 0}}, 400, "hyperparameters"),
+        ({"hyperparameters": {"batch_size": 1000}}, 400, "hyperparameters"),
+        ({"method": {"type": "dpo"}}, 400, "method"),
+        ({"metadata": {"strategy": "magic"}}, 400, "metadata"),
+        ({"metadata": {"rank": "many"}}, 400, "metadata"),
+        ({"metadata": {"shard": "0"}}, 400, "metadata"),
+        ({"integrations": [{"type": "wandb"}]}, 400, "integrations"),
+        ({"unknown": 1}, 400, "unknown"),
+    ],
+)
+async def test_bad_jobs_are_refused_by_name(tuning, changes, status, param):
+    file = await upload(tuning)
+    body = {"model": MODEL, "training_file": file.id, **changes}
+    response = await tuning.http.post("/v1/fine_tuning/jobs", json=body)
+    assert response.status_code == status
+    assert response.json()["error"]["param"] == param
+
+
+async def test_files_and_jobs_of_another_tenant_do_not_exist(start, redis, tmp_path):
+    keys = tmp_path / "keys.json"
+    _, mine = api_keys.create(keys, "acme")
+    _, other = api_keys.create(keys, "other")
+    async with (
+        start(api_keys_file=keys, key=mine) as served,
+        controlled(redis, f"{MODEL}-r0", tmp_path),
+    ):
+        job = await queued(served)
+        file = job.training_file
+        adapter = await adapter_of(served, job)
+        await AdapterRegistry(redis, tmp_path).publish(
+            adapter, AdapterVersion(version="r1", path="/nowhere", round=1)
+        )
+        headers = {"authorization": f"Bearer {other}"}
+        async with httpx.AsyncClient(base_url=served.url, headers=headers) as thief:
+            for method, path in [
+                ("GET", f"/v1/files/{file}"),
+                ("GET", f"/v1/files/{file}/content"),
+                ("DELETE", f"/v1/files/{file}"),
+                ("GET", f"/v1/fine_tuning/jobs/{job.id}"),
+                ("GET", f"/v1/fine_tuning/jobs/{job.id}/events"),
+                ("GET", f"/v1/fine_tuning/jobs/{job.id}/checkpoints"),
+                ("POST", f"/v1/fine_tuning/jobs/{job.id}/cancel"),
+                ("POST", f"/v1/fine_tuning/jobs/{job.id}/pause"),
+                ("GET", f"/v1/models/{adapter}"),
+                ("DELETE", f"/v1/models/{adapter}"),
+            ]:
+                response = await thief.request(method, path)
+                assert response.status_code == 404, (method, path)
+            for path in ("/v1/files", "/v1/fine_tuning/jobs"):
+                assert (await thief.get(path)).json()["data"] == []
+            stolen = await thief.post(
+                "/v1/fine_tuning/jobs", json={"model": MODEL, "training_file": file}
+            )
+            assert stolen.status_code == 400
+        assert (await served.chat(model=adapter)).status_code == 200
+        assert await redis.exists(names.job(job.id))
+
+
+async def test_feedback_becomes_an_example_at_the_adapters_home_if_the_tenant_wants(
+    start, redis, tmp_path
+):
+    tenants = {"": {"feedback_adapter": "helpdesk"}}
+    async with (
+        start(tenants=tenants) as served,
+        controlled(redis, f"{MODEL}-r0", tmp_path),
+    ):
+        answer = await served.chat()
+        request_id = answer.headers["x-request-id"]
+
+        async def send(**body) -> httpx.Response:
+            return await served.http.post("/v1/feedback", json={"request_id": request_id, **body})
+
+        assert (await send(rating="bad")).json()["stored"] is False
+        assert (await send(rating="good")).json()["stored"] is True
+        corrected = await send(corrected="Good day!")
+        assert corrected.json()["home"] == f"{MODEL}-r0"
+        assert data_homes.count(tmp_path, f"{MODEL}-r0") == {"helpdesk": 2}
+        (first, second) = data_homes.files(tmp_path, f"{MODEL}-r0", "helpdesk")
+        said = [json.loads(f.read_text())["messages"][-1]["content"] for f in (first, second)]
+        assert said == ["Hello there!", "Good day!"]
+        assert (await send()).status_code == 400
+        assert (await send(rating="great")).status_code == 400
+        unknown = await served.http.post(
+            "/v1/feedback", json={"request_id": "nothing", "rating": "good"}
+        )
+        assert unknown.status_code == 404
+
+
+async def test_feedback_is_off_unless_the_tenant_wants_it(served):
+    answer = await served.chat()
+    response = await served.http.post(
+        "/v1/feedback", json={"request_id": answer.headers["x-request-id"], "rating": "good"}
+    )
+    assert response.status_code == 403
