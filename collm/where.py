@@ -40,6 +40,14 @@ def redis_url(option: str | None, data_dir: Path | None) -> str:
     return str(_facts(settings.data_dir, "--redis or COLLM_REDIS_URL")["redis"])
 
 
+def known_redis_url(option: str | None, data_dir: Path | None) -> str | None:
+    """Like ``redis_url``, but None when none is known."""
+    settings = _settings(data_dir)
+    if option or settings.redis_url or (settings.data_dir / "run" / "up.json").exists():
+        return redis_url(option, data_dir)
+    return None
+
+
 def data_folder(option: Path | None) -> Path:
     """Data folder of the running system, absolute."""
     return _settings(option).data_dir.resolve()

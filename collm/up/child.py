@@ -41,11 +41,14 @@ class Child:
         tell: Tell,
         restarts: int,
         started: Callable[[], None],
+        may_leave: bool = False,
     ) -> None:
+        """``may_leave``: an orderly end (code 0), as after a drain, is no death."""
         self.name, self.log = name, log
         self._command, self._environment = list(command), environment
         self._tell, self._restarts, self._started = tell, restarts, started
         self._process: asyncio.subprocess.Process | None = None
+        self._may_leave = may_leave
         self._stopping = False
         self._deaths = 0
 
@@ -77,12 +80,18 @@ class Child:
             )
 
     async def keep(self) -> None:
-        """Restart whenever it dies, waiting longer each time. Raises GivenUp."""
+        """Restart whenever it dies, waiting longer each time. Raises GivenUp.
+
+        Returns when it was stopped, or has left in good order and may.
+        """
         while True:
             assert self._process is not None, "not started"
             born = time.monotonic()
             code = await self._process.wait()
             if self._stopping:
+                return
+            if code == 0 and self._may_leave:
+                self._tell(f"{self.name} has drained and stays away")
                 return
             if code == BAD_SETTINGS:  # another try would end the same way
                 raise GivenUp(f"{self.name} refuses its settings:\n{self.tail()}")

@@ -97,6 +97,7 @@ class Runner:
                 tell=tell,
                 restarts=settings.restarts,
                 started=self._write_facts,
+                may_leave=part.module == "services.replica",
             )
             for part in plan.parts
         }
@@ -181,6 +182,7 @@ class Runner:
     async def _keep(self, name: str, vital: bool) -> None:
         try:
             await self._children[name].keep()
+            await self._stop.wait()
         except GivenUp as e:
             replicas = [p for p in self._plan.parts if p.module == "services.replica"]
             alone = all(self._children[p.name].pid is None for p in replicas)

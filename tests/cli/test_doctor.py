@@ -1,0 +1,121 @@
+"""`collm doctor` and `collm top` against a real Redis."""
+
+from __future__ import annotations
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from typer.testing import CliRunner
+
+from collm import doctor
+from collm.cli import build
+from collm.doctor import Level
+from collm.redis_server import RedisServer
+from shared import names
+from shared.messages import BODY, StepSample, encode
+from shared.records import ReplicaRecord
+
+run = CliRunner()
+
+
+def _collm(*arguments: str) -> tuple[int, str]:
+    with ThreadPoolExecutor(1) as thread:
+        result = thread.submit(run.invoke, build(), arguments).result()
+    return result.exit_code, result.stdout
+
+
+async def _findings(redis_server: RedisServer) -> dict[str, doctor.Finding]:
+    return {f.check: f for f in await doctor.system(redis_server.url)}
+
+
+async def test_a_bad_eviction_policy_is_found_and_how_to_mend_it(
+    redis: Redis, redis_server: RedisServer
+) -> None:
+    assert (await _findings(redis_server))["Redis eviction"].level is Level.OK
+    await redis.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        finding = (await _findings(redis_server))["Redis eviction"]
+    finally:
+        await redis.config_set("maxmemory-policy", "noeviction")
+    assert finding.level is Level.BAD
+    assert "CONFIG SET maxmemory-policy noeviction" in finding.mend
+
+
+async def test_missing_dispatcher_and_dead_replicas_are_found(
+    redis: Redis, redis_server: RedisServer
+) -> None:
+    found = await _findings(redis_server)
+    assert (found["dispatcher"].level, found["replicas"].level) == (Level.BAD, Level.BAD)
+    await redis.set(names.lease("dispatcher"), "one")
+    await redis.sadd(names.REPLICAS, "replica-0", "replica-1")
+    await redis.set(names.replica_alive("replica-0"), "x")
+    found = await _findings(redis_server)
+    assert found["dispatcher"].level is Level.OK
+    assert found["replicas"].level is Level.NOTE
+    assert "replica-1" in found["replicas"].found
+
+
+async def test_an_unreachable_redis_is_a_finding_not_a_crash() -> None:
+    (finding,) = await doctor.system("redis://127.0.0.1:1/0")
+    assert finding.level is Level.BAD
+
+
+def test_a_taken_port_is_noted(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = {f.check: f for f in doctor.machine(tmp_path, "127.0.0.1", port)}
+    assert found["port"].level is Level.NOTE
+    assert found["redis-server"].level is Level.OK
+
+
+def test_doctor_ends_with_1_only_when_something_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out = _collm("doctor", "--json", "--data-dir", str(tmp_path))
+    levels = {f["level"] for f in json.loads(out)}
+    assert code == (1 if "bad" in levels else 0)
+    assert _collm("doctor", "--redis", "redis://127.0.0.1:1/0")[0] == 1
+
+
+async def test_top_shows_replicas_rates_and_adapters(
+    redis: Redis, redis_server: RedisServer
+) -> None:
+    record = ReplicaRecord(
+        id="replica-0", model="m", b=8, in_flight=3, kv_total=100, kv_free=25, state="serving"
+    )
+    await redis.sadd(names.REPLICAS, "replica-0")
+    await redis.hset(names.replica("replica-0"), mapping=record.to_hash())
+    await redis.sadd(names.ADAPTERS, "law")
+    await redis.hset(names.adapter("law"), mapping={"current": "r3", "quality": "0.75"})
+    from collm.top import Watcher
+
+    watcher = Watcher(redis, window=10.0)
+    await watcher.look()
+    for seq in range(4):
+        sample = StepSample(
+            replica="replica-0",
+            model="m",
+            incarnation="i",
+            seq=seq,
+            time=100.0 + seq,
+            seconds=0.02,
+            steps=2,
+            b=3,
+            decode_tokens=50,
+        )
+        await redis.xadd(names.METRICS, {"kind": "step", BODY: encode(sample)})
+    await redis.xadd(names.METRICS, {"kind": "step", BODY: b"broken"})
+    await watcher.look()
+    assert watcher.rate("replica-0") == 4 * 50 / 10.0
+    assert watcher.step("replica-0") == 0.01
+    code, out = _collm("top", "--once", "--redis", redis_server.url)
+    assert code == 0
+    assert "3/8" in out
+    assert "75" in out, "KV memory used, per cent"
+    assert "r3" in out
