@@ -13,6 +13,7 @@ from services.coordinator.service import ROLE, CoordinatorService
 from services.coordinator.settings import CoordinatorSettings
 from shared import logs
 from shared.leader import Leader
+from shared.memory import few_arenas
 from shared.settings import SettingsError, from_environment
 
 
@@ -34,6 +35,7 @@ def main() -> int:
     except SettingsError as e:
         print(e, file=sys.stderr)
         return 2
+    few_arenas()
     logs.setup(ROLE, settings.log_level, settings.log_format)
     uvloop.run(_run(settings))
     return 0

@@ -12,6 +12,7 @@ from services.launcher.service import ROLE, LauncherService, Meters
 from services.launcher.settings import LauncherSettings
 from shared import logs
 from shared.leader import Leader
+from shared.memory import few_arenas
 from shared.settings import SettingsError, from_environment
 
 
@@ -33,6 +34,7 @@ def main() -> int:
     except SettingsError as e:
         print(e, file=sys.stderr)
         return 2
+    few_arenas()
     logs.setup(ROLE, settings.log_level, settings.log_format)
     uvloop.run(_run(settings))
     return 0
