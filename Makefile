@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock up test lint types check format test-gpu bench bench-peers-setup figures \
-	chaos soak docs compose clean
+	chaos soak fuzz docs compose clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -75,6 +75,9 @@ chaos: $(STAMP) ## kills, stops and rubbish under load: MINUTES=10
 
 soak: $(STAMP) ## steady load; memory, descriptors, streams, keys watched: MINUTES=30
 	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30) $(ARGS)
+
+fuzz: $(STAMP) ## random bytes into every decoder, stream and route: EXAMPLES=10000 each
+	FUZZ_EXAMPLES=$(or $(EXAMPLES),10000) $(BIN)/python -m pytest -q tests/fuzz $(ARGS)
 
 docs: $(STAMP) ## the documentation as a site in site/
 	$(BIN)/mkdocs build --strict

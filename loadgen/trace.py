@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import heapq
 import io
+import zlib
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,7 +63,8 @@ def read(path: Path, tag: str = "") -> Iterator[Row]:
     Raises TraceError for a missing file, a wrong header, a bad field or time running backwards.
     """
     clock, number, last = _Clock(), 1, float("-inf")
-    with _open(path) as lines:
+    with _open(path) as file:
+        lines = _decoded(path, file)
         order = _header(path, next(lines, ""))
         for number, line in enumerate(lines, start=2):
             if not line.strip():
@@ -91,6 +93,17 @@ def _open(path: Path) -> io.TextIOBase:
         return open(path, encoding="utf-8-sig", newline="\n")
     except OSError as e:
         raise TraceError(f"{path}: cannot be read: {e.strerror}") from e
+
+
+def _decoded(path: Path, file: io.TextIOBase) -> Iterator[str]:
+    """The lines; bytes that are no text, or no gzip, are the trace's fault."""
+    number = 0
+    try:
+        for line in file:
+            number += 1
+            yield line
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as e:
+        raise TraceError(f"{path}:{number + 1}: no text in UTF-8: {e}") from e
 
 
 def _header(path: Path, line: str) -> tuple[int, int, int]:

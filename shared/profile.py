@@ -48,7 +48,9 @@ def load(name: str) -> Profile:
     except FileNotFoundError as e:
         known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
         raise ProfileError(f"no profile {name!r} ({path}); known: {known}") from e
-    except yaml.YAMLError as e:
+    except OSError as e:
+        raise ProfileError(f"{path}: cannot be read: {e.strerror}") from e
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as e:  # ValueError: an odd date
         raise ProfileError(f"{path}: not YAML: {e}") from e
     try:
         return msgspec.convert(content, Profile)

@@ -46,6 +46,8 @@ def parse(stream_id: bytes, fields: Mapping[bytes, bytes], queued: float) -> Ent
         number = _Numbers(fields)
         request_id, attempt = fields[b"id"].decode(), int(fields.get(b"attempt", b"1"))
         generated = int(fields.get(b"generated_tokens") or b"0")
+        if not request_id or attempt < 1 or generated < 0:
+            raise BadEntry("id, attempt or generated_tokens is out of range")
         arrival, ttft, tpot = float(fields[b"arrival"]), number(b"ttft_ms"), number(b"tpot_ms")
         request = Request(
             id=key_of(request_id, attempt),
@@ -61,6 +63,8 @@ def parse(stream_id: bytes, fields: Mapping[bytes, bytes], queued: float) -> Ent
             tpot=None if tpot is None else tpot / 1e3,
             attempt=attempt,
         )
+        if request.prompt_tokens < 0 or request.max_tokens < 1:
+            raise BadEntry("prompt_tokens or max_tokens is out of range")
         return Entry(
             id=request_id,
             attempt=attempt,

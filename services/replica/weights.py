@@ -144,7 +144,10 @@ def _fingerprint(folder: Path) -> str:
 def _is_current(target: Path, fingerprint: str) -> bool:
     if not target.exists():
         return False
-    header = _header(target)
+    try:
+        header = _header(target)
+    except (ValueError, struct.error, MemoryError):
+        return False  # cut short or not ours: it is written anew
     return bool(header.get("__metadata__", {}).get("source") == fingerprint)
 
 
@@ -172,9 +175,23 @@ def _lock(target: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The model's config.json. Raises WeightsError when it is no JSON object."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise WeightsError(f"{path}: cannot be read ({e.strerror})") from e
+    except ValueError as e:  # UnicodeDecodeError and JSONDecodeError are both one
+        raise WeightsError(f"{path}: no JSON ({e}); fetch the model again") from e
+    if not isinstance(config, dict):
+        raise WeightsError(f"{path}: a JSON object expected")
+    return config
+
+
 def _shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """Name -> (file, shape) of every tensor that is stored; a tied output layer is left out."""
-    tied = bool(json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"))
+    tied = bool(read_config(folder).get("tie_word_embeddings"))
     found = {}
     for file in _sources(folder):
         try:
