@@ -69,6 +69,7 @@ class Supervisor:
         self._serving: set[str] = set()
         self._drained: set[str] = set()
         self._changed = asyncio.Event()  # something was heard from the child
+        self._retiring: set[str] = set()  # of several replicas: these drain, the others go on
         self._stuck_since: dict[str, float] = {}
         self._away: str | None = None  # why Redis cannot be reached
         self._draining = False
@@ -97,7 +98,7 @@ class Supervisor:
         """None while every replica of this process serves."""
         if self._away is not None:
             return self._away
-        waiting = sorted(set(self._blocks) - self._serving)
+        waiting = sorted(set(self._lives) - self._serving)
         return f"not serving yet: {', '.join(waiting)}" if waiting else self.live()
 
     # ------------------------------------------------------------ life
@@ -189,7 +190,7 @@ class Supervisor:
     async def _beat(self) -> None:
         while True:
             started = time.monotonic()
-            for replica in self._lives:
+            for replica in list(self._lives):
                 try:
                     await self._beat_one(replica)
                     self._away = None
@@ -208,6 +209,8 @@ class Supervisor:
         else:
             self._stuck_since.pop(replica, None)
         beat = await life.beat(alive=stuck is None)
+        if replica in self._retiring:
+            await self._retire(replica, beat.state)
         if replica not in self._serving:
             return
         if beat.state is None and not beat.ours:
@@ -219,6 +222,19 @@ class Supervisor:
             self._stop.set()
         elif beat.state is State.DEAD:
             await self._reborn(replica)
+
+    async def _retire(self, replica: str, state: State | None) -> None:
+        """One step of draining a single replica of several; called with every heartbeat."""
+        life = self._lives[replica]
+        if state is not State.DRAINING and replica in self._serving:
+            await life.move(State.DRAINING, "asked to drain")
+            self._serving.discard(replica)
+            self._inference.tell({"drain": [replica]})
+        elif replica in self._drained:
+            await life.move(State.STOPPED, "drained")
+            await life.end()
+            self._retiring.discard(replica)
+            del self._lives[replica]
 
     async def _reborn(self, replica: str) -> None:
         """We were declared dead: drop everything, go on as a new incarnation."""
@@ -258,7 +274,10 @@ class Supervisor:
             self._drained.add(message["drained"])
         for replica, reason in message.get("drain", {}).items():
             log.info("%s: drain (%s)", replica, reason)
-            self._stop.set()
+            if len(self._lives) == 1:
+                self._stop.set()
+            else:
+                self._retiring.add(replica)
         self._changed.set()
 
     async def _train(self) -> None:

@@ -99,6 +99,10 @@ class EmulatedEngine:
         self._merged: str | None = None
         self._random = random.Random(options.seed)
         self._due = 0.0
+        # Static batching: size of the running batch, and what its members are to be told.
+        self._batch = 0
+        self._held: list[tuple[str, Output]] = []
+        self._held_finished: list[Finished] = []
 
     # ------------------------------------------------------------ requests
 
@@ -173,6 +177,8 @@ class EmulatedEngine:
                 first.append(sequence)
         for sequence in (*decoding, *first):
             self._emit(sequence, now, outputs, finished)
+        if self._options.batching == "static":
+            outputs, finished = self._hold(outputs, finished, now)
         return StepReport(
             outputs=tuple(outputs),
             finished=tuple(finished),
@@ -181,6 +187,22 @@ class EmulatedEngine:
             prefill_tokens=sum(n for _, n in chunks),
             decode_tokens=len(decoding),
         )
+
+    def _hold(
+        self, outputs: list[tuple[str, Output]], finished: list[Finished], now: float
+    ) -> tuple[list[tuple[str, Output]], list[Finished]]:
+        """A static batch answers when its last member is done, all at once."""
+        self._held.extend(outputs)
+        self._held_finished.extend(f for f in finished if f.reason != "cancelled")
+        if self._running:
+            return [], [f for f in finished if f.reason == "cancelled"]
+        for _, output in self._held:
+            if output.finish is not None:
+                output.stamps.update({Stamp.FIRST_TOKEN: now, Stamp.FINISHED: now})
+        gone = [f for f in finished if f.reason == "cancelled"]
+        outputs, finished = self._held, [*self._held_finished, *gone]
+        self._held, self._held_finished, self._batch = [], [], 0
+        return outputs, finished
 
     def _admit(self) -> list[_Sequence]:
         """Move waiting requests into the running set, in order, while limits allow."""
@@ -197,6 +219,7 @@ class EmulatedEngine:
             sequence.stamps[Stamp.STARTED] = now
             self._running[sequence.request.id] = sequence
             started.append(sequence)
+        self._batch += len(started)
         return started
 
     def _next_waiting(self) -> _Sequence | None:
@@ -225,7 +248,9 @@ class EmulatedEngine:
         B = self._beside()
         seconds = 0.0
         if decoding:
-            seconds += model.t_infer(decoding, B)
+            # A padded batch computes its finished rows to the end.
+            rows = self._batch if self._options.batching == "static" else decoding
+            seconds += model.t_infer(rows, B)
             if self._options.lora == "merged":
                 seconds /= self._profile.merged_speedup
         if prefill:
