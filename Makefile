@@ -79,8 +79,12 @@ soak: $(STAMP) ## steady load; memory, descriptors, streams, keys watched: MINUT
 fuzz: $(STAMP) ## random bytes into every decoder, stream and route: EXAMPLES=10000 each
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),10000) $(BIN)/python -m pytest -q tests/fuzz $(ARGS)
 
+generate: $(STAMP) ## what is written from the code: configuration page, Grafana dashboards
+	$(BIN)/python -m tools.configuration
+	$(BIN)/python -m tools.dashboards
+
 docs: $(STAMP) ## the documentation as a site in site/
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove the virtual environment and what tools left (data/ stays)
 	rm -rf $(VENV) site build .pytest_cache .mypy_cache .ruff_cache .hypothesis

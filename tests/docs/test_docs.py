@@ -1,0 +1,105 @@
+"""What is written about the code agrees with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tools import configuration, dashboards, dependencies, lock
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PATH = re.compile(
+    r"`((?:services|shared|collm|loadgen|sim|bench|config|deploy|tools|tests)/[\w./-]*)`"
+)
+
+
+def test_the_configuration_page_is_what_the_settings_say() -> None:
+    assert configuration.TARGET.read_text() == configuration.text(), "run: make generate"
+
+
+@pytest.mark.parametrize("uid", dashboards.DASHBOARDS)
+def test_each_dashboard_is_what_its_description_says(uid: str) -> None:
+    written = (dashboards.FOLDER / f"{uid}.json").read_text()
+    assert written == dashboards.text(uid), "run: make generate"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    named = PATH.findall(page.read_text())
+    assert [n for n in named if not (ROOT / n).exists()] == []
+
+
+def test_the_architecture_page_names_files_at_all() -> None:
+    assert len(PATH.findall((ROOT / "docs" / "architecture.md").read_text())) > 10
+
+
+def test_the_tree_in_the_readme_exists() -> None:
+    readme = (ROOT / "README.md").read_text()
+    tree = readme.split("## The tree")[1].split("```")[1]
+    folders = [line.split()[0] for line in tree.strip().splitlines()]
+    assert len(folders) > 8
+    assert [f for f in folders if not (ROOT / f).is_dir()] == []
+
+
+def test_every_metric_in_dashboards_and_rules_is_in_the_code() -> None:
+    code = "".join(p.read_text() for p in (ROOT / "services").rglob("*.py"))
+    code += "".join(p.read_text() for p in (ROOT / "shared").rglob("*.py"))
+    texts = [dashboards.text(uid) for uid in dashboards.DASHBOARDS]
+    texts.append((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
+    used = {m for text in texts for m in re.findall(r"\bcollm_[a-z0-9_]+", text)}
+    assert used
+    missing = []
+    for metric in used:
+        base = re.sub(r"_(bucket|sum|count|total)$", "", metric)
+        if base not in code and base.removeprefix("collm_") not in code:
+            missing.append(metric)
+    assert missing == []
+
+
+def test_the_lock_file_holds_everything_that_pyproject_names() -> None:
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    locked = {canonicalize_name(line.split("==")[0]) for line in lines if "==" in line}
+    wanted = {canonicalize_name(Requirement(r).name) for r in dependencies.wanted(*lock.EXTRAS)}
+    assert wanted - locked == set()
+    assert not [line for line in lines if "+" in line], "a local version fits one machine only"
+
+
+def test_compose_builds_only_targets_that_the_dockerfile_has() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    targets = set(re.findall(r"^FROM .* AS (\S+)", (ROOT / "Dockerfile").read_text(), re.M))
+    for name, service in compose["services"].items():
+        if "build" in service:
+            assert service["build"]["target"] in targets
+        assert service.get("healthcheck") or service.get("profiles"), f"{name}: no health check"
+    gpu = yaml.safe_load((ROOT / "compose.gpu.yml").read_text())
+    assert set(gpu["services"]) <= set(compose["services"])
+
+
+def test_prometheus_scrapes_every_service_of_the_compose_file() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    scraped = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+    hosts = {
+        target.split(":")[0]
+        for job in scraped["scrape_configs"]
+        for config in job["static_configs"]
+        for target in config["targets"]
+    }
+    ours = {n for n, s in compose["services"].items() if "build" in s}
+    assert hosts == ours
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").exists()
