@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from services.coordinator import search
-from services.coordinator.goodput import Progress
+from services.coordinator.goodput import Progress, goodput
 from services.coordinator.search import Demand, Member
 from services.launcher.core import (
     Back,
@@ -56,6 +56,8 @@ class Federated(msgspec.Struct, frozen=True, kw_only=True):
     yielding: bool = True
     fixed: tuple[int, int] | None = None  # (B, b) of every client instead of the search
     training_off: bool = False  # B = 0 always
+    dedicated: int = 0  # the last so many replicas only train (the isolated design)
+    publish_at_end: bool = False  # a session's version is served only when it has ended
     solo: bool = False  # every client learns from its own samples only
     quality_order: bool = True  # False: the dispatcher sees the same quality everywhere
 
@@ -91,12 +93,19 @@ class Federation:
         self._slo: float | None = None
         self._finished: dict[str, int] = {}
         self._busy: dict[str, float] = {}
+        self._served_samples = 0.0  # trained on by the version that is served
+        if options.dedicated:
+            self._open(self._dedicated)
         world.kernel.push(options.launcher.tick, tick.handle, self)
 
     @property
+    def _dedicated(self) -> list[str]:
+        return list(self._world.replicas)[-self._options.dedicated :]
+
+    @property
     def quality(self) -> float:
-        """1 / cross-entropy of the version in force."""
-        return 1.0 / max(self._curve.cross_entropy(self.samples), MIN_CE)
+        """1 / cross-entropy of the version that is served."""
+        return 1.0 / max(self._curve.cross_entropy(self._served_samples), MIN_CE)
 
     # ------------------------------------------------------------ what is seen
 
@@ -168,17 +177,19 @@ class Federation:
     def tick(self) -> None:
         """Look, decide, carry out; then the next tick."""
         world, seconds = self._world, self._options.launcher.tick
+        self._note_training()
+        if world.more_to_come:
+            world.kernel.push(world.kernel.now + seconds, tick.handle, self)
+        if self._options.dedicated:
+            return
         self._rate += 0.1 * (self._arrivals / seconds - self._rate)
         demand = self.demand()
         seen = [self._seen(n, demand) for n, state in world.states.items() if state in LIVE]
         sessions = [] if self.session is None else [self._session_seen(self.session)]
         arrivals = {BASE: float(self._arrivals)}
         self._arrivals = 0
-        self._note_training()
         for decision in self._launcher.tick(seen, arrivals, sessions, world.kernel.now):
             self._carry_out(decision)
-        if world.more_to_come:
-            world.kernel.push(world.kernel.now + seconds, tick.handle, self)
 
     def _note_training(self) -> None:
         """Seconds in which trainers computed since the last tick, for the heat map."""
@@ -254,6 +265,8 @@ class Federation:
         o, world = self._options, self._world
         if o.training_off:
             return {name: (0, world.replicas[name].profile.b_max) for name in session.clients}
+        if o.dedicated:
+            return {name: (self._best_alone(name), 1) for name in session.clients}
         if o.fixed is not None:
             return dict.fromkeys(session.clients, o.fixed)
         demand = self.demand()
@@ -267,6 +280,12 @@ class Federation:
                 trains = name in session.clients
                 members.append(msgspec.structs.replace(member, trains=trains))
         return {name: (c.B, c.b) for name, c in search.search(members, demand).items()}
+
+    def _best_alone(self, name: str) -> int:
+        """The micro-batch that learns fastest on a replica that does not serve."""
+        o, model = self._options, self._world.replicas[name].latency
+        progress = Progress(noise_scale=o.noise_scale)
+        return max(range(1, o.B_max + 1), key=lambda B: goodput(B, 0, model, progress, B0=o.B0))
 
     def _await(self, name: str, number: int) -> None:
         """Look again when the client can at the earliest be done with its round."""
@@ -322,6 +341,8 @@ class Federation:
         self.rounds += 1
         self.history.append((now, after))
         self._judge(session, before, after)
+        if not self._options.publish_at_end:
+            self._served_samples = self.samples
         if session.round >= self._options.max_rounds or len(session.clients) < 2:
             self._close(session)
         else:
@@ -358,6 +379,9 @@ class Federation:
         for name in session.clients:
             self._release(name)
         self.session = None
+        self._served_samples = self.samples
+        if self._options.dedicated and self._world.more_to_come:
+            self._open(self._dedicated)
 
     def _release(self, name: str) -> None:
         replica = self._world.replicas[name]

@@ -70,6 +70,9 @@ class Replica:
         self.busy = 0.0
         self.trainer: Trainer | None = None
         self._order = 0
+        self._static = batching.batching == "static"
+        self._batch = 0  # rows of the running static batch, finished ones included
+        self._held: list[Job] = []  # done, told when their static batch is
         self._random = random.Random(seed)
         self._cv = profile.jitter if batching.jitter else 0.0
         self._noise_mean = math.exp(self._cv**2 / 2)
@@ -145,7 +148,17 @@ class Replica:
             finished.append(heapq.heappop(heap)[2])
         for job in finished:
             self.kv_used -= job.kv
-        return finished
+        return self._hold(finished, now) if self._static else finished
+
+    def _hold(self, finished: list[Job], now: float) -> list[Job]:
+        """A static batch answers when its last member is done, all at once."""
+        self._held += finished
+        if self.running:
+            return []
+        answered, self._held, self._batch = self._held, [], 0
+        for job in answered:
+            job.first_token = now
+        return answered
 
     def plan(self, now: float) -> float | None:
         """Start the next span; the time at which it ends, None when there is no work."""
@@ -172,7 +185,8 @@ class Replica:
         return now + steps * seconds
 
     def _decode_seconds(self, decoding: int, B: int) -> float:
-        seconds = self.latency.t_infer(decoding, B)
+        # A padded batch computes its finished rows to the end.
+        seconds = self.latency.t_infer(self._batch if self._static else decoding, B)
         return seconds / self.profile.merged_speedup if self.batching.lora == "merged" else seconds
 
     def _noise(self, steps: int) -> float:
@@ -182,8 +196,7 @@ class Replica:
 
     def _chunks(self, decoding: int) -> tuple[list[tuple[Job, int]], int]:
         """Prompt tokens of this iteration, oldest first, within the budget of a step."""
-        static = self.batching.batching == "static"
-        room = self.profile.kv_tokens if static else self.batching.max_step_tokens - decoding
+        room = self.profile.kv_tokens if self._static else self.batching.max_step_tokens - decoding
         chunks: list[tuple[Job, int]] = []
         total = 0
         for job in self.prefilling:
@@ -198,7 +211,7 @@ class Replica:
     # ------------------------------------------------------------ admission
 
     def _may_admit(self) -> bool:
-        if self.batching.batching == "static":
+        if self._static:
             return False
         job = self.waiting[0]
         fits = self.kv_used + job.kv <= self.profile.kv_tokens
@@ -212,7 +225,7 @@ class Replica:
 
     def _admit(self, now: float) -> float:
         """Move waiting requests into the batch; seconds for adapters they need first."""
-        if self.batching.batching == "static" and self.running:
+        if self._static and self.running:
             return 0.0
         extra, total = 0.0, self.profile.kv_tokens
         while self.waiting and self.running < self.b_limit:
@@ -224,6 +237,7 @@ class Replica:
             job.started = now
             self._adapter_now = job.request.adapter
             self.prefilling.append(job)
+            self._batch += 1
             extra += self._adapter_seconds(job.request.adapter)
         return extra
 

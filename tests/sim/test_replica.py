@@ -126,6 +126,19 @@ def test_static_batches_start_only_when_the_last_one_ended() -> None:
     assert ended["b"] > ended["a"]
 
 
+def test_a_static_batch_answers_all_at_once_and_computes_finished_rows_to_the_end() -> None:
+    replica = Replica("r", "r0", profile(), Batching(batching="static"), 8, 0)
+    jobs = [job("a", 100, 50), job("b", 100, 2)]
+    turn = replica.accept(jobs, 0.0)
+    ended: dict[str, float] = {}
+    while turn is not None:
+        ended |= {j.request.id: turn for j in replica.complete(turn)}
+        turn = replica.plan(turn)
+    assert ended["a"] == ended["b"]
+    assert jobs[1].first_token == ended["b"]
+    assert ended["a"] == pytest.approx(LATENCY.t_prefill(200) + 49 * LATENCY.t_infer(2))
+
+
 def test_merged_adapters_run_one_at_a_time_and_pay_for_the_switch() -> None:
     fast = profile(merged_speedup=2.0, merge_seconds=0.5)
     replica = Replica("r", "r0", fast, Batching(lora="merged"), 8, 0)

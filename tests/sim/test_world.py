@@ -117,6 +117,25 @@ def test_training_raises_quality_and_yielding_keeps_the_slo(profile_file: str) -
     assert losses == sorted(losses, reverse=True)
 
 
+def test_dedicated_replicas_train_and_their_version_is_served_at_the_end(profile_file: str) -> None:
+    work = Workload(rate=3.0, prompt_tokens=100, output_tokens=10, duration=200.0)
+    federated = Federated(
+        launcher=QUICK, dedicated=2, publish_at_end=True, local_steps=2, max_rounds=3
+    )
+    options = {"serving": 1}
+    result = run(
+        scenario(
+            profile_file, policy="split", policy_options=options, workload=work, federated=federated
+        )
+    )
+    assert result["completed"] == result["offered"]
+    rows = result["by_time"]["utilisation"]
+    assert any(rows[0])
+    assert not any(rows[1])
+    assert not any(rows[2])
+    assert result["training"]["rounds"] > 3
+
+
 def test_no_training_happens_with_training_off(profile_file: str) -> None:
     federated = Federated(launcher=QUICK, training_off=True)
     result = run(scenario(profile_file, federated=federated))
