@@ -180,7 +180,10 @@ class Supervisor:
         try:
             await patiently(lambda: life.serve("model and adapters are loaded"), "the start")
         except Refused as e:
-            log.warning("%s", e)  # drained or declared dead meanwhile; the heartbeat sees to it
+            log.warning("%s", e)  # drained meanwhile, or declared dead
+            found = await patiently(lambda: life.beat(alive=True), "the start")
+            if found.state is State.DEAD and not self._draining:
+                await self._reborn(replica)
             return
         self._serving.add(replica)
         log.info("%s serves", replica)
@@ -245,8 +248,8 @@ class Supervisor:
             await self._open_one(replica)
 
     def _stuck(self, replica: str) -> str | None:
-        if not self._inference.alive:
-            return None  # it is being started again; the replica says ``starting``
+        if not (self._inference.alive and self._ready.is_set()):
+            return None  # it loads, within ``load_timeout``; the replica says ``starting``
         return self._blocks[replica].stuck(
             time.monotonic(), silence=SILENCE, step_timeout=self._settings.step_timeout
         )
@@ -265,6 +268,8 @@ class Supervisor:
 
     def _heard(self, message: dict[str, Any]) -> None:
         if "ready" in message:
+            for block in self._blocks.values():
+                block.progress_time = time.monotonic()
             self._ready.set()
         self._fatal = message.get("fatal", self._fatal)
         self._begun.update(message.get("begun", {}))
