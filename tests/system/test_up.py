@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.chaos.model import write_adapter
 from tests.system.running import System, gone
 
 EMULATED = ("--engine", "emulated", "--no-train", "--served-model-name", "tiny")
@@ -169,3 +170,32 @@ def test_a_second_start_on_the_same_data_answers(tmp_path: Path, tiny_folder: Pa
             answer = system.client().completions.create(model="tiny", prompt="a", max_tokens=2)
             assert answer.choices[0].finish_reason in ("stop", "length")
             assert [r["id"] for r in system.queues()["replicas"]] == ["replica-0"]
+
+
+def test_an_adapter_given_at_the_start_is_served_under_its_name(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    adapter = write_adapter(tiny_model, tmp_path / "law", seed=3)
+    options = ("--model", f"{tiny_model}:1", "--served-model-name", "tiny", "--no-train")
+    with System(tmp_path / "data", *options, "--lora-modules", f"law={adapter}") as system:
+        client = system.client()
+        assert sorted(m.id for m in client.models.list().data) == ["law", "tiny"]
+        texts = [
+            client.completions.create(model=m, prompt="abc", max_tokens=16, temperature=0)
+            .choices[0]
+            .text
+            for m in ("tiny", "law")
+        ]
+        assert texts[0] != texts[1]
+        assert system.queues()["replicas"][0]["adapters"]["law"]
+
+
+def test_an_adapter_folder_that_is_none_is_told_before_anything_starts(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    command = [sys.executable, "-m", "collm", "up", "--data-dir", str(tmp_path), "--port", "0"]
+    command += ["--model", str(tiny_model), "--lora-modules", f"law={tmp_path}"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "no adapter_config.json" in result.stderr
+    assert not (tmp_path / "redis").exists()
