@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from shared.settings import child_environment
 
 STOP_SECONDS = 40.0
 
@@ -57,14 +59,24 @@ def _cpu(process: psutil.Process) -> float:
 
 
 @contextlib.contextmanager
-def running(arguments: Sequence[str]) -> Iterator[Stack]:
-    """``collm up --json`` with these arguments in a folder of its own. Raises StackError."""
+def running(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[Stack]:
+    """``collm up --json`` with these arguments and variables in a folder of its own.
+
+    Raises StackError.
+    """
     with tempfile.TemporaryDirectory(prefix="collm-bench-") as folder:
         log = Path(folder) / "up.log"
         command = [sys.executable, "-m", "collm.cli", "up", "--json", "--port", "0"]
         command += ["--data-dir", f"{folder}/data", *arguments]
         with open(log, "wb") as errors:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=child_environment(environment or {}),
+            )
         assert process.stdout is not None
         try:
             line = process.stdout.readline()
