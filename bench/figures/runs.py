@@ -121,6 +121,21 @@ def ablations(plan: Plan, unit: float, load: float, say: Say) -> dict[str, Resul
     return found
 
 
+def split(plan: Plan, unit: float, load: float, say: Say) -> dict[str, Result]:
+    """The isolated design at several divisions of the same hardware, and ours."""
+    found = {"collm (shared)": run(scenario(plan, "collm", unit * load, 0, Federated()))}
+    for share in (0.25, 0.5, 0.75):
+        dedicated = max(1, round(plan.replicas * share))
+        one = scenario(
+            plan, "split", unit * load, 0, Federated(dedicated=dedicated, publish_at_end=True)
+        )
+        serving = plan.replicas - dedicated
+        result = run(msgspec.structs.replace(one, policy_options={"serving": serving}))
+        found[f"split: {serving} serve, {dedicated} train"] = result
+        say(f"split {serving}+{dedicated}: Q-goodput {result['q_goodput']:.0f}")
+    return found
+
+
 def pairs(plan: Plan, unit: float, say: Say) -> dict[str, Result]:
     """Fixed (B, b) of every client against the coordinator's search."""
     choices: dict[str, Federated] = {"coordinator": Federated()}
