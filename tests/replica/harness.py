@@ -162,7 +162,7 @@ class Cluster:
             known = record.state == "serving" and record.context
             return record if known and record.incarnation != not_incarnation else None
 
-        found: ReplicaRecord = await until(serves, f"{replica} serves")
+        found: ReplicaRecord = await until(serves, f"{replica} serves", 90.0)
         return found
 
     async def release(self, *requests: Generate | bytes, replica: str = "replica-0") -> bytes:
