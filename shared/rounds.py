@@ -34,6 +34,9 @@ EVALUATE = _JOBS + "evaluate"  # EvaluateJob -> EvaluateResult
 STRATEGIES = ("fedavg", "fedprox", "fedadam", "ffa", "rolora", "flexlora", "median", "trimmed_mean")
 
 
+FIRST_VERSION = "r0"  # with B = 0, what a new adapter begins with
+
+
 class BadJob(ValueError):
     """A job's arguments or result do not fit its struct; names the field."""
 

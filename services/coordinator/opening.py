@@ -13,12 +13,10 @@ from services.coordinator.search import Choice
 from shared import adapter_files, privacy
 from shared.adapters import AdapterVersion, Unknown
 from shared.records import ReplicaRecord
-from shared.rounds import INITIALISE, InitialiseJob, InitialiseResult, Lora
+from shared.rounds import FIRST_VERSION, INITIALISE, InitialiseJob, InitialiseResult, Lora
 from shared.sessions import Session
 
 log = logging.getLogger(__name__)
-
-FIRST = "r0"  # version with B = 0 that a new adapter begins with
 
 
 class Opening:
@@ -68,7 +66,7 @@ class Opening:
             session=session.id,
             adapter=session.adapter,
             base=session.base,
-            version=FIRST,
+            version=FIRST_VERSION,
             lora=self.options.lora,
             seed=self.options.seed,
         )
@@ -80,7 +78,9 @@ class Opening:
             InitialiseResult,
             context.settings.job_seconds,
         )
-        entry = AdapterVersion(version=FIRST, path=made.path, session=session.id, note="B = 0")
+        entry = AdapterVersion(
+            version=FIRST_VERSION, path=made.path, session=session.id, note="B = 0"
+        )
         await context.registry.publish(session.adapter, entry, expected="")
 
     async def path_of(self, version: str, session: Session) -> str:

@@ -38,6 +38,7 @@ from services.dispatcher.recovery import batches_of, reap
 from services.dispatcher.settings import DispatcherSettings
 from services.dispatcher.signals import Signals
 from services.dispatcher.watch import ReplicaWatch, Round, Trust, view_of
+from shared import demand
 from shared.clock import RedisClock
 from shared.lease import Lease
 from shared.messages import StepSample
@@ -158,6 +159,7 @@ class Active:
             for model, desk in self.desks.items():
                 self._counters.queued.labels(model).set(len(desk.waiting))
                 self._counters.in_flight.labels(model).set(len(desk.flying))
+                await demand.write(self._redis, model, desk.demand.summary(self._now()))
 
     async def _room(self) -> None:
         """Pause a reader while the loop is behind."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from services.dispatcher.demand_meter import DemandMeter
 from services.dispatcher.entries import Entry, id_of
 from services.dispatcher.policies.base import Completion, Policy, ReplicaView, Request
 from shared.messages import Failed
@@ -38,6 +39,7 @@ class Desk:
     def __init__(self, model: str, policy: Policy, queue_max: int) -> None:
         self.model, self.policy = model, policy
         self._queue_max = queue_max
+        self.demand = DemandMeter()
         self.waiting: dict[str, Entry] = {}
         self.flying: dict[str, Flight] = {}
         self._keys: dict[str, set[str]] = {}  # request id -> keys of its attempts
@@ -64,6 +66,7 @@ class Desk:
         else:
             self.waiting[entry.key] = entry
             self._keys.setdefault(entry.id, set()).add(entry.key)
+            self.demand.arrived(entry.request, now)
             self.policy.on_arrival(entry.request, now)
 
     def _supersede(self, key: str, entry: Entry, now: float) -> None:
@@ -128,6 +131,7 @@ class Desk:
             entry = self.waiting.pop(key, None)
             if entry is not None:
                 self.flying[key] = Flight(entry, replica, now)
+                self.demand.released(entry.request, now)
                 entries.append(entry)
         return entries
 
@@ -152,6 +156,7 @@ class Desk:
             return None
         del self.flying[completion.id]
         self._forget(completion.id)
+        self.demand.answered(completion.output_tokens)
         self.policy.on_completion(completion, now)
         return flight
 

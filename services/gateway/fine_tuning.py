@@ -23,6 +23,7 @@ from services.gateway.routes import not_found
 from shared import data_homes, names, sessions, training_data
 from shared.jobs import ENDED, SEEN_SECONDS, File, Job, Jobs, new_id, path
 from shared.redis_client import patiently
+from shared.rounds import FIRST_VERSION
 from shared.tail import follow
 
 if TYPE_CHECKING:
@@ -260,6 +261,8 @@ class FineTuning:
 
     async def _published(self, job: Job, entry: str, fields: Mapping[str, str]) -> None:
         version = fields.get("version", "")
+        if version == FIRST_VERSION:
+            return  # B = 0: made before anything was learnt
         if await self.jobs.enter(
             job.id,
             "info",

@@ -1,0 +1,68 @@
+"""What is asked of a model: rate, spread, lengths, objectives, waits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from services.dispatcher.demand_meter import DemandMeter
+from services.dispatcher.policies.base import Request
+
+
+def request(arrival: float, slo: float | None = None, prompt: int = 100) -> Request:
+    return Request(
+        id=f"r{arrival}",
+        arrival=arrival,
+        prompt_tokens=prompt,
+        max_tokens=50,
+        deadline=None if slo is None else arrival + slo,
+    )
+
+
+def test_nothing_asked_is_no_demand() -> None:
+    found = DemandMeter().summary(1000.0)
+    assert (found.rate, found.cv, found.slo, found.wait_p95, found.budget) == (0, 0, None, 0, None)
+
+
+def test_rate_and_variation_follow_the_arrivals() -> None:
+    steady, bursty, rng = DemandMeter(), DemandMeter(), random.Random(0)
+    for second in range(60):
+        for i in range(5):
+            steady.arrived(request(1000 + second + i / 5), 1000 + second + i / 5)
+        for _ in range(25 if rng.random() < 0.2 else 0):
+            bursty.arrived(request(1000.0 + second), 1000.0 + second)
+    found = steady.summary(1060.0)
+    assert found.rate == pytest.approx(5.0)
+    assert found.cv == 0.0
+    assert bursty.summary(1060.0).cv > 1.0
+    assert steady.summary(1060.0 + 300).rate == 0.0  # and they are forgotten
+
+
+def test_the_strictest_objective_with_load_counts_and_a_single_odd_one_does_not() -> None:
+    meter = DemandMeter()
+    for i in range(100):
+        meter.arrived(request(1000.0, slo=10.0 if i % 2 else 2.0), 1000.0)
+    meter.arrived(request(1000.0, slo=0.001), 1000.0)
+    assert meter.summary(1001.0).slo == pytest.approx(2.0)
+
+
+def test_the_budget_is_what_waiting_leaves_of_the_objective() -> None:
+    meter = DemandMeter()
+    for i in range(100):
+        asked = request(1000.0, slo=10.0)
+        meter.arrived(asked, 1000.0)
+        meter.released(asked, 1000.0 + i / 100)
+    found = meter.summary(1001.0)
+    assert found.wait_p95 == pytest.approx(0.94)
+    assert found.budget == pytest.approx(9.06)
+
+
+def test_lengths_follow_what_was_asked_and_answered() -> None:
+    meter = DemandMeter()
+    for _ in range(400):
+        meter.arrived(request(1000.0, prompt=300), 1000.0)
+        meter.answered(20)
+    found = meter.summary(1001.0)
+    assert found.prompt == pytest.approx(300)
+    assert found.output == pytest.approx(20, rel=0.05)
