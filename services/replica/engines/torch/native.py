@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "kernels"
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-pthread", "-shared", "-fPIC")
 COMPILE_SECONDS = 120
+WIDEST_HEAD = 512
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -328,6 +329,8 @@ def _check_shapes(c: ModelConfig, packed: bool) -> None:
     for name, size in {**rows, "head_dim": c.head_dim}.items():
         if size % 16:
             raise NoKernels(f"{name} is {size}, no multiple of 16")
+    if c.head_dim > WIDEST_HEAD:
+        raise NoKernels(f"head_dim is {c.head_dim}, more than {WIDEST_HEAD}")
     if packed and c.vocabulary % 16:
         raise NoKernels(f"weights: packed needs a vocabulary in sixteens, not {c.vocabulary}")
 

@@ -318,12 +318,21 @@ static void rotate(float *y, const float *cos, const float *sin, long d, float f
     }
 }
 
+/* Query rows of one head side by side with those of its group: a tile reads them in one go. */
+static inline elem *query_row(const struct pass *p, long row, long head) {
+    const long group = p->m->heads / p->m->kv_heads;
+    return p->q + (((head / group) * p->blocks * LANES + row) * group + head % group) *
+                      key_dim(p->m);
+}
+
 static void place_query(struct pass *p, const float *y, int block, long head) {
-    const long d = p->m->head_dim, kd = key_dim(p->m);
-    for (long lane = 0, row = (long)block * LANES; lane < LANES && row < p->s->rows; lane++, row++) {
-        elem *to = p->q + (row * p->m->heads + head) * kd;
-        for (long k = 0; k < d; k++) to[k] = narrow(y[k * LANES + lane]);
-        for (long k = d; k < kd; k++) to[k] = 0;
+    const long d = p->m->head_dim, kd = key_dim(p->m), first = (long)block * LANES;
+    for (long k = 0; k < kd; k += LANES) {
+        v16 rows[16] = {};
+        if (k < d) memcpy(rows, y + k * LANES, sizeof rows);
+        transpose(rows);
+        for (long lane = 0; lane < LANES; lane++)
+            store_narrow(query_row(p, first + lane, head) + k, rows[lane]);
     }
 }
 
@@ -331,26 +340,39 @@ static inline long page_of(const struct pass *p, long row) {
     return p->s->tables[p->row_seq[row] * p->s->table_stride + p->row_pos[row] / PAGE];
 }
 
+enum { WIDEST_HEAD = 512 };
+
+/* A key lies along the lanes of its page: one PAIR in each row of 16 keys. */
 static void place_key(struct pass *p, const struct layer *l, const float *y, int block, long head) {
     const long d = p->m->head_dim, kd = key_dim(p->m);
+    elem packed[WIDEST_HEAD * LANES] __attribute__((aligned(64)));
+    for (long k = 0; k < d; k += 16) pack_rows(packed + k * LANES, (const v16 *)(y + k * LANES), 16);
     for (long lane = 0, row = (long)block * LANES; lane < LANES && row < p->s->rows; lane++, row++) {
         const long j = p->row_pos[row] % PAGE;
         elem *to = l->keys + (page_of(p, row) * p->m->kv_heads + head) * PAGE * kd +
                    j / LANES * LANES * kd + j % LANES * PAIR;
-        for (long k = 0; k < d; k++)
-            to[k / PAIR * LANES * PAIR + k % PAIR] = narrow(y[k * LANES + lane]);
+        const elem *from = packed + lane * PAIR;
+        for (long k = 0; k < d / PAIR; k++)
+            memcpy(to + k * LANES * PAIR, from + k * LANES * PAIR, PAIR * sizeof(elem));
     }
 }
 
+/* A value lies along the rows of its page, 16 dimensions a row, PAIR values interleaved. */
 static void place_value(struct pass *p, const struct layer *l, const float *y, int block,
                         long head) {
-    const long d = p->m->head_dim;
-    for (long lane = 0, row = (long)block * LANES; lane < LANES && row < p->s->rows; lane++, row++) {
-        const long j = p->row_pos[row] % PAGE;
-        elem *to = l->values + (page_of(p, row) * p->m->kv_heads + head) * PAGE * d +
-                   j / PAIR * LANES * PAIR + j % PAIR;
-        for (long k = 0; k < d; k++)
-            to[k / LANES * PAGE * LANES + k % LANES * PAIR] = narrow(y[k * LANES + lane]);
+    const long d = p->m->head_dim, first = (long)block * LANES;
+    for (long k = 0; k < d; k += LANES) {
+        v16 rows[16];
+        memcpy(rows, y + k * LANES, sizeof rows);
+        transpose(rows);
+        for (long lane = 0; lane < LANES && first + lane < p->s->rows; lane++) {
+            const long row = first + lane, j = p->row_pos[row] % PAGE;
+            elem line[16], *to = l->values +
+                (page_of(p, row) * p->m->kv_heads + head) * PAGE * d + k * PAGE +
+                j / PAIR * LANES * PAIR + j % PAIR;
+            store_narrow(line, rows[lane]);
+            for (long c = 0; c < LANES; c++) to[c * PAIR] = line[c];
+        }
     }
 }
 
@@ -382,7 +404,40 @@ static void place_heads(struct pass *p, const struct layer *l, struct phase *f) 
 
 /* ------------------------------------------------------------------ attention */
 
-/* Scores of up to 16 (token, head) rows against all their keys, softmax, weighted values. */
+static inline void fetch(const elem *from, long elements) {
+    for (long b = 0; b < elements * (long)sizeof(elem); b += 64)
+        __builtin_prefetch((const char *)from + b, 0, 3);
+}
+
+/* One row's scores for positions low to high (counted from its first page) become weights,
+ * zero outside; returns 1 / their sum. ``size``: a whole number of pages. */
+static inline float soften(float *scores, elem *weights, long low, long high, long size) {
+    const i16 count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const v16 nothing = splat(-1e30f);
+    const long from = low / LANES * LANES, to = high / LANES * LANES;
+    v16 *first = (v16 *)(scores + from), *last = (v16 *)(scores + to);
+    *first = pick_lanes(count + (int32_t)from >= (i16){} + (int32_t)low, *first, nothing);
+    *last = pick_lanes(count + (int32_t)to <= (i16){} + (int32_t)high, *last, nothing);
+    v16 top = nothing, sum = {};
+    for (long j = from; j <= to; j += LANES) {
+        v16 here = *(v16 *)(scores + j);
+        top = pick_lanes(here > top, here, top);
+    }
+    float most = top[0], total = 0;
+    for (int j = 1; j < LANES; j++) most = top[j] > most ? top[j] : most;
+    for (long j = 0; j < from; j += LANES) store_narrow(weights + j, (v16){});
+    for (long j = from; j <= to; j += LANES) {
+        v16 weight = exp2v(*(v16 *)(scores + j) - most);
+        sum += weight;
+        store_narrow(weights + j, weight);
+    }
+    for (long j = to + LANES; j < size; j += LANES) store_narrow(weights + j, (v16){});
+    for (int j = 0; j < LANES; j++) total += sum[j];
+    return 1.0f / total;
+}
+
+/* Scores of up to 16 (token, head) rows against all their keys, softmax, weighted values.
+ * Rows beyond the item's hold whatever lies there; nobody reads what comes of them. */
 static void attend(struct pass *p, const struct layer *l, const struct item *it, int me) {
     const struct model *m = p->m;
     const long d = m->head_dim, kd = key_dim(m), stride = p->scores_stride;
@@ -390,30 +445,22 @@ static void attend(struct pass *p, const struct layer *l, const struct item *it,
     const long begin = p->row_pos[first_row], end = begin + it->tokens; /* positions */
     const long oldest = l->window && begin - l->window + 1 > 0 ? begin - l->window + 1 : 0;
     const long page0 = oldest / PAGE, pages = (end + PAGE - 1) / PAGE - page0;
+    const long key_page = PAGE * kd, value_page = PAGE * d;
     const int32_t *table = p->s->tables + it->seq * p->s->table_stride + page0;
+    const elem *all_keys = l->keys + it->kv_head * key_page;
+    const elem *all_values = l->values + it->kv_head * value_page;
     const int rows = it->tokens * it->heads;
+    const elem *queries = query_row(p, first_row, it->head);
     char *own = p->own + me * p->own_size;
-    float *scores = (float *)own;
+    float *scores = (float *)own, inverse[16];
     elem *weights = (elem *)(own + 16 * stride * sizeof(float));
-    elem *queries = weights + 16 * stride;
-    float *out = (float *)(queries + 16 * kd);
-    float inverse[16];
+    float *out = (float *)(weights + 16 * stride);
     TILES
-    for (int r = 0; r < 16; r++) {
-        elem *to = queries + r * kd;
-        if (r < rows)
-            memcpy(to, p->q + ((first_row + r / it->heads) * m->heads + it->head +
-                               r % it->heads) * kd, kd * sizeof(elem));
-        else
-            memset(to, 0, kd * sizeof(elem));
-    }
     for (long g = 0; g < pages; g++) {
-        const elem *keys = l->keys + ((long)table[g] * m->kv_heads + it->kv_head) * PAGE * kd;
-        if (g + 1 < pages) {
-            const char *next = (const char *)(l->keys + ((long)table[g + 1] * m->kv_heads +
-                                                         it->kv_head) * PAGE * kd);
-            for (long b = 0; b < PAGE * kd * (long)sizeof(elem); b += 64)
-                __builtin_prefetch(next + b, 0, 3);
+        const elem *keys = all_keys + table[g] * m->kv_heads * key_page;
+        if (it->tokens == 1) { /* prompts find them in the cache */
+            if (g + 1 < pages) fetch(all_keys + table[g + 1] * m->kv_heads * key_page, key_page);
+            fetch(all_values + table[g] * m->kv_heads * value_page, value_page);
         }
         TZERO(0); TZERO(1);
         for (long k = 0; k < kd; k += KSTEP) {
@@ -426,52 +473,16 @@ static void attend(struct pass *p, const struct layer *l, const struct item *it,
         TSTORE(0, scores + g * PAGE, stride * sizeof(float));
         TSTORE(1, scores + g * PAGE + LANES, stride * sizeof(float));
     }
-    for (int r = 0; r < 16; r++) {
-        elem *to = weights + r * stride;
-        if (r >= rows) {
-            memset(to, 0, pages * PAGE * sizeof(elem));
-            continue;
-        }
-        float *from = scores + r * stride;
+    for (int r = 0; r < rows; r++) {
         const long position = begin + r / it->heads - page0 * PAGE; /* counted from page0 */
-        long low = l->window ? position - l->window + 1 : -page0 * PAGE;
-        if (low < 0) low = 0;
-        const i16 count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        v16 top = splat(-1e30f);
-        for (long j = low / LANES * LANES; j <= position; j += LANES) {
-            i16 at = count + (int32_t)j;
-            i16 in = (at >= (int32_t)low) & (at <= (int32_t)position);
-            v16 score = *(v16 *)(from + j);
-            score = pick_lanes(in, score, splat(-1e30f));
-            *(v16 *)(from + j) = score;
-            top = pick_lanes(score > top, score, top);
-        }
-        float most = top[0];
-        for (int j = 1; j < LANES; j++) most = top[j] > most ? top[j] : most;
-        v16 sum = {};
-        for (long j = 0; j < pages * PAGE; j += LANES) {
-            v16 weight = {};
-            if (j + LANES > low && j <= position) weight = exp2v(*(v16 *)(from + j) - most);
-            sum += weight;
-#ifdef BF16
-            u16v bits = (u16v)weight;
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-            typedef uint16_t h16 __attribute__((vector_size(32), aligned(2)));
-            *(h16 *)(to + j) = __builtin_convertvector(bits, h16);
-#else
-            *(v16 *)(to + j) = weight;
-#endif
-        }
-        float total = 0;
-        for (int j = 0; j < LANES; j++) total += sum[j];
-        inverse[r] = 1.0f / total;
+        const long low = l->window && position >= l->window ? position - l->window + 1 : 0;
+        inverse[r] = soften(scores + r * stride, weights + r * stride, low, position, pages * PAGE);
     }
     for (long d0 = 0; d0 < d; d0 += 2 * LANES) {
         const int both = d0 + LANES < d;
         TZERO(0); TZERO(1);
         for (long g = 0; g < pages; g++) {
-            const elem *values = l->values +
-                ((long)table[g] * m->kv_heads + it->kv_head) * PAGE * d + d0 * PAGE;
+            const elem *values = all_values + table[g] * m->kv_heads * value_page + d0 * PAGE;
             for (long j = 0; j < PAGE; j += KSTEP) {
                 TLOAD(4, weights + g * PAGE + j, stride * sizeof(elem));
                 TLOAD(6, values + j * LANES, 64);
@@ -488,8 +499,10 @@ static void attend(struct pass *p, const struct layer *l, const struct item *it,
     for (int r = 0; r < rows; r++) {
         const long row = first_row + r / it->heads, head = it->head + r % it->heads;
         elem *to = p->x + (row / LANES * m->heads + head) * d * LANES + row % LANES * PAIR;
-        for (long k = 0; k < d; k++)
-            to[k / PAIR * LANES * PAIR + k % PAIR] = narrow(out[r * d + k] * inverse[r]);
+        elem line[WIDEST_HEAD] __attribute__((aligned(64)));
+        for (long k = 0; k < d; k += LANES)
+            store_narrow(line + k, *(v16 *)(out + r * d + k) * inverse[r]);
+        for (long k = 0; k < d; k += PAIR) memcpy(to + k * LANES, line + k, PAIR * sizeof(elem));
     }
 }
 
@@ -553,7 +566,15 @@ static void run_layer(struct pass *p, int i, struct phase *f, int me) {
     if (p->pairs) lora_inputs(p, &products[0], f + 1);
     multiply(p, &products[0], f + 2, me, p->blocks, LANES, store_qkv);
     place_heads(p, l, f + 3);
-    EACH(t, f + 4, p->items) attend(p, l, &p->item[t], me);
+    EACH(t, f + 4, p->items) {
+        const int next = t + (int)m->threads;
+        if (next < p->items && p->item[next].tokens == 1) {
+            const struct item *it = &p->item[next];
+            const long page = p->s->tables[it->seq * p->s->table_stride], size = PAGE * key_dim(m);
+            fetch(l->keys + (page * m->kv_heads + it->kv_head) * size, size);
+        }
+        attend(p, l, &p->item[t], me);
+    }
     wait_for(f + 4, p->items);
     if (p->pairs) lora_inputs(p, &products[1], f + 5);
     multiply(p, &products[1], f + 6, me, p->blocks, LANES, add_residual);
@@ -642,7 +663,7 @@ static size_t lay_out(struct pass *p, char *base) {
     CUT(head_x, head_rows * width);
     CUT(x, rows * (width > q ? width : q));
     CUT(wide_x, rows * m->inter);
-    CUT(q, rows * m->heads * kd);
+    CUT(q, (rows * m->heads + 16) * kd); /* a tile may read past the last rows */
     CUT(pair, rows);
     CUT(first_pair, p->blocks + 1);
     CUT(item, rows * m->heads);
@@ -653,7 +674,7 @@ static size_t lay_out(struct pass *p, char *base) {
     CUT(phase, m->layers * PHASES + 3);
     p->scores_stride = p->s->table_stride * PAGE + LANES;
     p->own_size = round_up(16 * p->scores_stride * (long)(sizeof(float) + sizeof(elem)) +
-                           16 * kd * (long)sizeof(elem) + 16 * m->head_dim * (long)sizeof(float),
+                           16 * m->head_dim * (long)sizeof(float),
                            4096);
     CUT(own, t * p->own_size);
     CUT(z, (long)p->pairs * 3 * p->zs);
