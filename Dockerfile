@@ -25,6 +25,7 @@ COPY collm collm
 COPY loadgen loadgen
 COPY sim sim
 COPY services services
+RUN python -m compileall -q .
 USER 10001
 VOLUME ["/data", "/var/cache/collm"]
 
@@ -58,6 +59,9 @@ COPY loadgen loadgen
 COPY sim sim
 COPY services services
 COPY deploy/replica.sh /usr/local/bin/collm-replica
+# The engine keeps its compiled kernels beside their sources.
+RUN python -m compileall -q . \
+    && install -d -o 10001 services/replica/engines/torch/kernels/__pycache__
 USER 10001
 VOLUME ["/data", "/var/cache/collm"]
 CMD ["collm-replica"]

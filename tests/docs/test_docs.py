@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -103,3 +104,28 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "index.html").exists()
+
+
+MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
+
+
+def _resources() -> list[tuple[str, dict[str, object]]]:
+    return [
+        (path.name, resource)
+        for path in MANIFESTS
+        for resource in yaml.safe_load_all(path.read_text())
+        if resource["kind"] != "Kustomization"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "resource"), _resources(), ids=lambda x: x["kind"] if isinstance(x, dict) else x
+)
+def test_each_kubernetes_resource_fits_its_schema(file: str, resource: dict[str, object]) -> None:
+    kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_kustomization_lists_every_manifest() -> None:
+    folder = ROOT / "deploy" / "kubernetes"
+    listed = set(yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"])
+    assert listed == {p.name for p in MANIFESTS} - {"kustomization.yaml"}
