@@ -18,6 +18,7 @@ from torch import Tensor
 from services.replica.adapters import AdapterSpec
 from services.replica.engines.base import EngineStatus, Rejected, StepReport
 from services.replica.engines.torch.backends import Loaded, load_backend
+from services.replica.engines.torch.grammar import Grammar, Grammars
 from services.replica.engines.torch.kv import PAGE, PagePool
 from services.replica.engines.torch.lora import Adapter, AdapterStore
 from services.replica.engines.torch.sampling import Row, choose, needs_logits
@@ -40,11 +41,8 @@ class _Running:
     adapter: Adapter | None
     seed: int
     stops: frozenset[int]
+    grammar: Grammar | None = None
     stamps: dict[str, float] = field(default_factory=dict)
-    pages: int = 0  # of ``table`` that are filled
-    table: np.ndarray[tuple[int], np.dtype[np.int32]] = field(
-        default_factory=lambda: np.zeros(0, np.int32)
-    )
 
     @property
     def made(self) -> int:
@@ -73,6 +71,7 @@ class TorchEngine:
         self.adapters = AdapterStore(
             loaded.shapes, loaded.dtype, loaded.device, dropped=self.pool.drop
         )
+        self._grammars = Grammars(Path(card.path), card.vocabulary)
         self._clock = clock
         self._requests: dict[str, _Running] = {}
         self._cancelled: list[Finished] = []
@@ -133,6 +132,9 @@ class TorchEngine:
 
     def submit(self, request: Generate) -> None:
         self._check(request)
+        grammar = None
+        if request.sampling.grammar is not None:
+            grammar = self._grammars.start(request.sampling.grammar, request.generated)
         adapter = None
         if request.adapter is not None:
             adapter = self.adapters.acquire(request.adapter, request.adapter_version)
@@ -147,7 +149,7 @@ class TorchEngine:
         if seed is None:  # from the id, so that a second attempt goes on as the first would
             seed = int.from_bytes(hashlib.blake2b(request.id.encode(), digest_size=8).digest())
         self._requests[request.id] = _Running(
-            request, sequence, adapter, seed, frozenset(sampling.stop_token_ids)
+            request, sequence, adapter, seed, frozenset(sampling.stop_token_ids), grammar
         )
         self.scheduler.add(sequence)
 
@@ -282,6 +284,7 @@ class TorchEngine:
             running.made,
             sequence.tokens[: sequence.prompt],
             sequence.tokens[sequence.prompt :],
+            running.grammar.mask() if running.grammar else None,
         )
 
     def _deliver(
@@ -296,11 +299,7 @@ class TorchEngine:
             request, offset = running.request, running.made
             running.stamps.setdefault(Stamp.FIRST_TOKEN, now)
             running.sequence.tokens.append(token)
-            reason = None
-            if token in running.stops:
-                reason = "stop"
-            elif running.made >= request.sampling.max_tokens:
-                reason = "length"
+            reason = _reason(running, token)
             if reason is not None:
                 running.stamps[Stamp.FINISHED] = now
                 self._end(running)
@@ -364,6 +363,16 @@ class TorchEngine:
 
     def close(self) -> None:
         self._worker.shutdown()
+
+
+def _reason(running: _Running, token: int) -> str | None:
+    """Why the answer ends with this token, if it does."""
+    grammar = running.grammar
+    if grammar is not None:
+        grammar.accept(token)
+    if token in running.stops or (grammar is not None and grammar.complete):
+        return "stop"
+    return "length" if running.made >= running.request.sampling.max_tokens else None
 
 
 def _finished(running: _Running, reason: str) -> Finished:
