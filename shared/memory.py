@@ -1,4 +1,4 @@
-"""Keeps a control process small: one allocator arena for a handful of threads."""
+"""Keeps a control process small: one allocator arena, and freed memory given back."""
 
 from __future__ import annotations
 
@@ -19,3 +19,14 @@ def few_arenas(count: int = 1) -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(_M_ARENA_MAX, count) == 1
+
+
+def give_back() -> bool:
+    """Return freed memory to the system now; worth a call after something large was read.
+
+    False where the C library has no such call, or had nothing to give.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and trim(0) == 1

@@ -18,6 +18,7 @@ from services.gateway.settings import ModelSettings
 from services.gateway.text import Vocabulary
 from shared import chat, names
 from shared.adapters import Adapter
+from shared.memory import give_back
 from shared.records import ModelCard
 from shared.redis_client import TRANSIENT
 from shared.replica_state import State
@@ -180,7 +181,7 @@ class Catalogue:
         if known is not None and known.folder == folder and known.card.created == card.created:
             return msgspec.structs.replace(known, card=card)
         tokenizer = await asyncio.to_thread(chat.load, folder)
-        return ServedModel(
+        model = ServedModel(
             card=card,
             folder=folder,
             tokenizer=tokenizer,
@@ -188,6 +189,8 @@ class Catalogue:
             settings=settings,
             knows_tools=_knows_tools(tokenizer),
         )
+        give_back()  # what reading tokenizer.json took is as much as the tokenizer itself
+        return model
 
 
 def visible(adapter: Adapter, tenant: str | None) -> bool:
