@@ -33,16 +33,15 @@ from services.dispatcher.policies.parts.lengths import Lengths
 from services.dispatcher.policies.parts.macro import Macro
 from services.dispatcher.policies.parts.plan import keep_feasible
 from services.dispatcher.policies.parts.share import TokenShares
-from services.dispatcher.policies.parts.waiting import DEFERRED, GONE, LATE, MAIN, Waiting
+from services.dispatcher.policies.parts.waiting import DEFERRED, GONE, LATE, MAIN, Item, Waiting
 
 LEAD_SECONDS = 0.02  # a release goes out this long before the replica can begin with it
 REPLAN_SECONDS = 0.01
 LOOK_AHEAD = 16  # requests tried beyond the first that fits nowhere now
 FCFS_HORIZON = 60.0  # a request without a SLO has the slack of one due after this long
 LATE_AGE = 30.0  # a hopeless request this old gets a replica even under load
-LATE_PER_LANE = 8  # hopeless requests together on one replica
-
-Item = tuple[float, float, int, Waiting]
+STALE_MAX = 1024  # stale heap entries that never matter
+LATE_PER_LANE = 2  # hopeless requests together on one replica
 
 
 class Collm:
@@ -75,7 +74,9 @@ class Collm:
         self.lanes: dict[str, Lane] = {}
         self._where: dict[str, Lane] = {}
         self._waiting: dict[str, Waiting] = {}
+        # Heaps; what left a queue stays in its heap until it comes up or _compact is due.
         self._main: list[Item] = []  # (-priority, latest, order)
+        self._valued: list[Item] = []  # main under overload: (-priority, -density, order)
         self._deferred: list[Item] = []  # (-priority, -density, order)
         self._expiry: list[Item] = []  # (latest, 0, order)
         self._late: deque[Waiting] = deque()
@@ -175,14 +176,18 @@ class Collm:
         if not self._waiting:
             return actions
         self._expire(now)
+        self._compact()
         if self._shed and self._late_count and self.lengths.known:
             actions += self._refuse(now)
         lanes = self._open_lanes(now)
         if lanes:
             self._replan(now)
             round_ = _Round(now)
-            self._serve(self._main, lanes, round_, "slack")
-            self._serve(self._deferred, lanes, round_, "value")
+            if self._price > 0:
+                self._serve(self._valued, MAIN, lanes, round_, "tokens per second, overload")
+            else:
+                self._serve(self._main, MAIN, lanes, round_, "slack")
+            self._serve(self._deferred, DEFERRED, lanes, round_, "left over, tokens per second")
             if self._late_count and not self._shed:
                 self._serve_late(lanes, round_)
             actions += round_.releases(self.lanes)
@@ -220,13 +225,7 @@ class Collm:
         if self.macro.typical is None:
             return
         busy = sum(max(0.0, lane.prefill_end - now) for lane in self.macro.order)
-        kept, dropped = keep_feasible(
-            [item[3] for item in self._main if item[3].place == MAIN],
-            [item[3] for item in self._deferred if item[3].place == DEFERRED],
-            now,
-            busy,
-            len(self.macro.order),
-        )
+        kept, dropped = keep_feasible(self._expiry, now, busy, len(self.macro.order))
         self._price = max((w.density for w in dropped), default=0.0)
         for w in kept:
             if w.place == DEFERRED:
@@ -237,9 +236,10 @@ class Collm:
 
     # ------------------------------------------------------------ serving
 
-    def _serve(self, queue: list[Item], lanes: list[Lane], r: _Round, order: str) -> None:
+    def _serve(
+        self, queue: list[Item], place: int, lanes: list[Lane], r: _Round, order: str
+    ) -> None:
         """Release from the head of a queue while somebody fits somewhere."""
-        place = MAIN if queue is self._main else DEFERRED
         passed: list[Item] = []
         while queue and lanes and len(passed) <= LOOK_AHEAD:
             item = heapq.heappop(queue)
@@ -266,7 +266,7 @@ class Collm:
             first, end, delay = lane.predict(w, now)
             if bound and not w.met(first, end, epsilon + safety * (end - now)):
                 continue
-            if delay + epsilon > lane.slack():
+            if delay * (1 + safety) + epsilon > lane.slack():
                 continue
             score = self._score(w, lane, end - now, delay)
             if score < least:
@@ -287,7 +287,7 @@ class Collm:
 
     def _release(self, w: Waiting, lane: Lane, lanes: list[Lane], r: _Round, why: str) -> None:
         slack = w.latest - r.now
-        end = lane.release(w, r.now)
+        end = lane.release(w, r.now, self._safety)
         self._where[w.request.id] = lane
         self._remove(w)
         self.shares.charge(w.request.tenant, w.request.prompt_tokens, w.output)
@@ -341,6 +341,7 @@ class Collm:
         w.place = place
         if place == MAIN:
             self._push(self._main, -w.request.priority, w.latest, w)
+            self._push(self._valued, -w.request.priority, -w.density, w)
         else:
             self._push(self._deferred, -w.request.priority, -w.density, w)
 
@@ -364,6 +365,19 @@ class Collm:
             if w.place in (MAIN, DEFERRED):
                 self._to_late(w)
                 self.macro.expired()
+
+    def _compact(self) -> None:
+        """Throw out entries that are stale once they are the majority."""
+        limit = 2 * len(self._waiting) + STALE_MAX
+        for heap, places in (
+            (self._main, (MAIN,)),
+            (self._valued, (MAIN,)),
+            (self._deferred, (DEFERRED,)),
+            (self._expiry, (MAIN, DEFERRED)),
+        ):
+            if len(heap) > limit:
+                heap[:] = [item for item in heap if item[3].place in places]
+                heapq.heapify(heap)
 
     def _refuse(self, now: float) -> list[Action]:
         """Hopeless requests are told so, with the time until the queue has drained."""

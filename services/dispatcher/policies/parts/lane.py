@@ -113,8 +113,11 @@ class Lane:
 
     # ------------------------------------------------------------ books
 
-    def release(self, w: Waiting, now: float) -> float:
-        """Put a request in flight; returns its predicted end."""
+    def release(self, w: Waiting, now: float, safety: float = 0.0) -> float:
+        """Put a request in flight; returns its predicted end.
+
+        ``safety``: share of its time that is kept back from the slack it offers to others.
+        """
         first, end, delay = self.predict(w, now)
         self.delay += delay
         key = w.request.id
@@ -123,7 +126,8 @@ class Lane:
         self.prefill_end = first
         due = w.due_after(first)
         if due < INFINITY and due >= end:
-            heapq.heappush(self.slacks, (self.delay + due - end, key))
+            kept = safety * (end - now)
+            heapq.heappush(self.slacks, (self.delay + max(0.0, due - end - kept), key))
         if w.late:
             self.background += 1
         return end
@@ -137,9 +141,12 @@ class Lane:
         if running.waiting.late:
             self.background -= 1
         if learn:
-            predicted = running.end + (self.delay - running.mark) - running.released
+            delayed = self.delay - running.mark
+            predicted = running.end + delayed - running.released
             actual = now - running.released
-            if predicted > 1e-4:
+            # One that was delayed much says little about speed: an answer of few tokens ends
+            # before all of a long prompt beside it is through.
+            if predicted > 1e-4 and delayed < 0.1 * predicted:
                 ratio = min(2.0, max(0.5, actual / predicted))
                 self.bias = min(3.0, max(0.33, self.bias * (1 + BIAS_SMOOTHING * (ratio - 1))))
         if not self.flight:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from services.dispatcher.policies.base import Action, Promote, StepSeen, Suspend
 from services.dispatcher.policies.parts.lane import INFINITY, Lane
 from services.dispatcher.policies.parts.rates import ArrivalRate
-from services.dispatcher.policies.parts.waiting import MAIN, Waiting
+from services.dispatcher.policies.parts.waiting import MAIN, Item, Waiting
 from shared.latency import LatencyModel
 
 if TYPE_CHECKING:
-    from services.dispatcher.policies.collm import Collm, Item
+    from services.dispatcher.policies.collm import Collm
 
 CYCLE_SECONDS = 1.0
 PROMOTE_SECONDS = 0.2  # between two promotions

@@ -8,28 +8,26 @@ so far does not fit, give up the request with fewest tokens per second of replic
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from services.dispatcher.policies.parts.waiting import Waiting
+from services.dispatcher.policies.parts.waiting import DEFERRED, MAIN, Item, Waiting
 
 PLANNED_MAX = 256  # requests looked at: those with the least slack
 
 
 def keep_feasible(
-    main: Iterable[Waiting],
-    deferred: Iterable[Waiting],
-    now: float,
-    busy: float,
-    replicas: int,
+    expiry: list[Item], now: float, busy: float, replicas: int
 ) -> tuple[list[Waiting], list[Waiting]]:
-    """(kept, dropped) of the most urgent requests. ``busy``: replica seconds already promised."""
-    urgent = heapq.nsmallest(PLANNED_MAX, [*main, *deferred], key=_latest)
+    """(kept, dropped) of the most urgent requests.
+
+    ``expiry``: heap of all that wait, by latest start. ``busy``: replica seconds already promised.
+    """
     if replicas < 1:
-        return urgent, []
+        return [], []
     heap: list[tuple[float, int, Waiting]] = []
     dropped: list[Waiting] = []
     work = busy
-    for number, w in enumerate(urgent):
+    for number, w in enumerate(_urgent(expiry)):
         heapq.heappush(heap, (w.density, number, w))
         work += w.cost
         # Its start lies before its own work; what is before it must be done by then.
@@ -42,5 +40,20 @@ def keep_feasible(
     return [w for _, _, w in heap], dropped
 
 
-def _latest(w: Waiting) -> float:
-    return w.latest
+def _urgent(heap: list[Item]) -> Iterator[Waiting]:
+    """Up to PLANNED_MAX waiting requests in order of latest start, the heap left as it is."""
+    if not heap:
+        return
+    candidates: list[tuple[float, int, int]] = [(heap[0][0], heap[0][2], 0)]
+    found = 0
+    for _ in range(2 * PLANNED_MAX):
+        if not candidates or found >= PLANNED_MAX:
+            return
+        _, _, at = heapq.heappop(candidates)
+        w = heap[at][3]
+        if w.place == MAIN or w.place == DEFERRED:
+            found += 1
+            yield w
+        for child in (2 * at + 1, 2 * at + 2):
+            if child < len(heap):
+                heapq.heappush(candidates, (heap[child][0], heap[child][2], child))

@@ -55,3 +55,6 @@ class Waiting:
         if ttft is not None and first + margin > ttft:
             return False
         return end + margin <= self.due_after(first)
+
+
+Item = tuple[float, float, int, Waiting]  # of a heap: two keys, order of entry, the request
