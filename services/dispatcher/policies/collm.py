@@ -37,7 +37,10 @@ from services.dispatcher.policies.parts.waiting import DEFERRED, GONE, LATE, MAI
 
 LEAD_SECONDS = 0.02  # a release goes out this long before the replica can begin with it
 REPLAN_SECONDS = 0.01
-LOOK_AHEAD = 16  # requests tried beyond the first that fits nowhere now
+REPLAN_SHARE = 0.02  # of the slack of the requests planned: how long a plan holds
+REPLAN_MAX = 0.5
+LANES_TRIED = 48  # open replicas considered in one decision
+LOOK_AHEAD = 8  # requests tried beyond the first that fits nowhere now
 FCFS_HORIZON = 60.0  # a request without a SLO has the slack of one due after this long
 LATE_AGE = 30.0  # a hopeless request this old gets a replica even under load
 STALE_MAX = 1024  # stale heap entries that never matter
@@ -83,7 +86,8 @@ class Collm:
         self._late_count = 0
         self._order = 0
         self._price = 0.0  # tokens a replica second below which a request is deferred
-        self._planned = -INFINITY
+        self._plan_next = -INFINITY
+        self._turn = 0
         self._changed = False
         self._wake = INFINITY
         self.macro = Macro(headroom)
@@ -204,24 +208,37 @@ class Collm:
         return max(wake, now)
 
     def _open_lanes(self, now: float) -> list[Lane]:
-        """Replicas that can begin with another request soon, in the macro cycle's order."""
+        """Replicas that can begin with another request soon, in the macro cycle's order.
+
+        Of many replicas only some are looked at, others the next time (power of d choices).
+        """
         soon, wake = now + self._lead, INFINITY
-        lanes = []
-        for lane in self.macro.order:
+        closed = self._epsilon + self.macro.least_delay
+        order, lanes = self.macro.order, []
+        if len(order) > LANES_TRIED:
+            active = self.macro.active
+            self._turn = (self._turn + LANES_TRIED) % active if active else 0
+            order = order[self._turn : active] + order[: self._turn] + order[active:]
+        for lane in order:
             if len(lane.flight) >= lane.view.b_limit:
                 continue
-            if lane.prefill_end <= soon:
+            if lane.prefill_end > soon:
+                if lane.prefill_end < wake:
+                    wake = lane.prefill_end
+            elif lane.slack() > closed:
                 lanes.append(lane)
-            elif lane.prefill_end < wake:
-                wake = lane.prefill_end
+                if len(lanes) >= LANES_TRIED:
+                    break
         self._wake = wake - self._lead
         return lanes
 
     def _replan(self, now: float) -> None:
         """Set the price and move requests between main and deferred accordingly."""
-        if not self._changed or now - self._planned < REPLAN_SECONDS:
+        if not self._changed or now < self._plan_next:
             return
-        self._changed, self._planned = False, now
+        self._changed = False
+        slack = max(0.0, self._expiry[0][0] - now) if self._expiry else 0.0
+        self._plan_next = now + min(REPLAN_MAX, max(REPLAN_SECONDS, REPLAN_SHARE * slack))
         if self.macro.typical is None:
             return
         busy = sum(max(0.0, lane.prefill_end - now) for lane in self.macro.order)
@@ -256,34 +273,34 @@ class Collm:
             heapq.heappush(queue, item)
 
     def _choose(self, w: Waiting, lanes: list[Lane], now: float) -> Lane | None:
-        """The replica where it and everybody there keep their limits, at the least expense."""
+        """The replica where it and everybody there keep their limits, at the least expense.
+
+        Expense: its time and the delay it brings to the others, over the quality.
+        """
         best, least = None, INFINITY
-        epsilon, safety = self._epsilon, self._safety
-        bound = w.bound
+        epsilon, safety, active = self._epsilon, self._safety, self.macro.active
+        bound, adapter, need, plain = w.bound, w.request.adapter, w.kv, w.plain
         for lane in lanes:
-            if not lane.fits(w):
+            view, flight = lane.view, len(lane.flight)
+            if flight >= view.b_limit or not lane.room(need):
                 continue
             first, end, delay = lane.predict(w, now)
-            if bound and not w.met(first, end, epsilon + safety * (end - now)):
+            if bound:
+                margin = epsilon + safety * (end - now)
+                if end + margin > w.due if plain else not w.met(first, end, margin):
+                    continue
+            if flight and delay * (1 + safety) + epsilon > lane.slack():
                 continue
-            if delay * (1 + safety) + epsilon > lane.slack():
-                continue
-            score = self._score(w, lane, end - now, delay)
+            score = (end - now + delay * flight) / view.quality
+            if lane.latency is None:
+                score = flight / view.b_limit
+            if lane.rank >= active:
+                score += 10.0  # outside the active set only if nobody inside can do it
+            if adapter is not None and adapter not in view.adapters:
+                score += 1.0
             if score < least:
                 best, least = lane, score
         return best
-
-    def _score(self, w: Waiting, lane: Lane, seconds: float, delay: float) -> float:
-        """Expense of a placement: its time and what it costs the others, over the quality."""
-        flight = len(lane.flight)
-        score = (seconds + delay * flight) / max(lane.view.quality, 1e-3)
-        if lane.latency is None:
-            score = flight / lane.view.b_limit
-        if lane.rank >= self.macro.active:
-            score += 10.0  # outside the active set only if nobody inside can do it
-        if w.request.adapter is not None and w.request.adapter not in lane.view.adapters:
-            score += 1.0
-        return score
 
     def _release(self, w: Waiting, lane: Lane, lanes: list[Lane], r: _Round, why: str) -> None:
         slack = w.latest - r.now
@@ -324,7 +341,7 @@ class Collm:
             is_used = lane.view.id in used
             if (not is_used and len(used) >= spare) or lane.background >= LATE_PER_LANE:
                 continue
-            if not lane.fits(w) or lane.slack() < lane.predict(w, 0.0)[2] + self._epsilon:
+            if not lane.room(w.kv) or lane.slack() < lane.predict(w, 0.0)[2] + self._epsilon:
                 continue
             score = len(lane.flight) - (100 if is_used else 0)
             if score < least:

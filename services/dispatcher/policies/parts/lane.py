@@ -15,7 +15,6 @@ from services.dispatcher.policies.base import ReplicaView
 from services.dispatcher.policies.parts.waiting import Waiting
 from shared.latency import LatencyModel
 
-CHUNK = 512.0  # prompt tokens an engine step takes
 BIAS_SMOOTHING = 0.1
 INFINITY = math.inf
 
@@ -78,35 +77,29 @@ class Lane:
 
     # ------------------------------------------------------------ prediction
 
-    def prefill_seconds(self, prompt: float) -> float:
-        """Time that the prompt takes from everything else on the replica."""
-        return (self.pi1 * prompt + self.pi0 * math.ceil(prompt / CHUNK)) * self.bias
-
     def predict(self, w: Waiting, now: float) -> tuple[float, float, float]:
         """(first token, last token, delay to the others) if released now."""
-        prompt = w.request.prompt_tokens
-        prefill = self.prefill_seconds(prompt)
-        b = len(self.flight)
-        start = self.prefill_end if self.prefill_end > now else now
-        iteration = (self.alpha0 + self.alpha1 * (b + 1)) * self.bias
-        first = start + prefill
+        bias, b = self.bias, len(self.flight)
+        prefill = (self.pi1 * w.prompt + self.pi0 * w.chunks) * bias
+        decode = w.output * self.alpha1 * bias
+        iteration = (self.alpha0 + self.alpha1 * (b + 1)) * bias
+        first = (self.prefill_end if self.prefill_end > now else now) + prefill
         if b:
-            first += math.ceil(prompt / CHUNK) * iteration
-        return first, first + w.output * iteration, prefill + self.alpha1 * w.output * self.bias
+            first += w.chunks * iteration
+        return first, first + w.output * iteration, prefill + decode
 
     def slack(self) -> float:
         """Delay that every request in flight can still take; members late already are left out."""
         heap, flight, delay = self.slacks, self.flight, self.delay
+        if not heap:
+            return INFINITY
         while heap and (heap[0][1] not in flight or heap[0][0] < delay):
             heapq.heappop(heap)
         return heap[0][0] - delay if heap else INFINITY
 
-    def fits(self, w: Waiting) -> bool:
-        """Credit and KV memory."""
+    def room(self, need: int) -> bool:
+        """Whether its KV memory and context carry a request of ``need`` tokens now."""
         view = self.view
-        if len(self.flight) >= view.b_limit:
-            return False
-        need = w.kv
         if view.kv_total and self.kv + need > view.kv_total:
             return False
         return not view.context or need <= view.context

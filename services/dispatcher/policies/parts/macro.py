@@ -31,6 +31,7 @@ class Macro:
         self._headroom = headroom
         self.rate = ArrivalRate()
         self.typical: LatencyModel | None = None  # of a replica that does not train
+        self.least_delay = 0.0  # seconds that any request at least takes from the others
         self.token_seconds = 0.0  # replica time of one output token at usual concurrency
         self.order: list[Lane] = []  # dispatchable, best first
         self.active = 0
@@ -41,6 +42,7 @@ class Macro:
         self._b = 1.0
         self._promoted = -INFINITY
         self._suspended: tuple[str, ...] = ()
+        self._rates: dict[tuple[LatencyModel, int, int], float] = {}  # within one cycle
         self._short = False  # requests were in need of a replica since the last cycle
 
     # ------------------------------------------------------------ what is seen
@@ -79,6 +81,7 @@ class Macro:
         self.replicas_changed = False
         self._choose_typical(policy)
         lanes = [lane for lane in policy.lanes.values() if lane.view.dispatchable]
+        self._rates.clear()
         rates = {lane.view.id: self._rate(lane) for lane in lanes}
         lanes.sort(key=lambda x: (-x.view.quality * rates[x.view.id], x.view.id))
         self.order = lanes
@@ -107,6 +110,7 @@ class Macro:
             pi0=sum(m.pi0 for m in models) / n,
             pi1=sum(m.pi1 for m in models) / n,
         )
+        self.least_delay = self.typical.pi0 * 0.5
         concurrency = max(1.0, self._b)
         self.token_seconds = self.typical.alpha1 + self.typical.alpha0 / concurrency
 
@@ -115,11 +119,16 @@ class Macro:
         model = lane.latency
         if model is None:
             return 1.0
+        key = (model, lane.B, lane.view.b_limit)
+        rate = self._rates.get(key)
+        if rate is None:
+            rate = self._rates[key] = self._rate_of(*key)
+        return rate
+
+    def _rate_of(self, model: LatencyModel, B: int, b_limit: int) -> float:
         budget = self._budget
-        b = model.b_star(
-            budget, lane.B, self._prompt, self._output, b_max=lane.view.b_limit, slo=budget
-        )
-        return min(1e6, model.rate(max(1, b), lane.B, self._prompt, self._output))
+        b = model.b_star(budget, B, self._prompt, self._output, b_max=b_limit, slo=budget)
+        return min(1e6, model.rate(max(1, b), B, self._prompt, self._output))
 
     def _training(self, lanes: list[Lane], capacity: float, need: float) -> list[Action]:
         """Ask for B = 0 when all replicas together are not enough; take it back in a lull."""

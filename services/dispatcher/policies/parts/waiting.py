@@ -9,19 +9,26 @@ from services.dispatcher.policies.base import Request
 MAIN, DEFERRED, LATE, GONE = range(4)  # which queue it is in
 
 
+CHUNK = 512  # prompt tokens that an engine takes in one step
+
+
 class Waiting:
     """Seconds, tokens. ``latest`` is the moment at which its slack is used up."""
 
     __slots__ = (
         "arrived",
         "bound",
+        "chunks",
         "cost",
         "density",
+        "due",
         "kv",
         "late",
         "latest",
         "output",
         "place",
+        "plain",
+        "prompt",
         "request",
     )
 
@@ -37,17 +44,20 @@ class Waiting:
         self.place = MAIN
         self.late = False  # released although it cannot make it
         self.arrived = now
+        self.prompt = request.prompt_tokens
+        self.chunks = -(-request.prompt_tokens // CHUNK)  # engine steps that its prompt takes
+        self.due = math.inf if request.deadline is None else request.deadline
+        self.plain = request.tpot is None and request.ttft_deadline is None
         self.bound = not (  # whether it has any limit to keep
             request.deadline is None and request.ttft_deadline is None and request.tpot is None
         )
 
     def due_after(self, first_token: float) -> float:
         """By when its last token is due if its first one comes then; infinite without a SLO."""
-        request = self.request
-        due = math.inf if request.deadline is None else request.deadline
-        if request.tpot is not None and self.output > 1:
-            due = min(due, first_token + request.tpot * (self.output - 1))
-        return due
+        tpot = self.request.tpot
+        if tpot is not None and self.output > 1:
+            return min(self.due, first_token + tpot * (self.output - 1))
+        return self.due
 
     def met(self, first: float, end: float, margin: float) -> bool:
         """Whether these times keep every limit."""
