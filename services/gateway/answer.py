@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -203,6 +204,7 @@ class Answer:
         "prompt_tokens",
         "received",
         "stream",
+        "task",
         "watcher",
     )
 
@@ -216,6 +218,7 @@ class Answer:
         self.error: ApiError | None = None
         self.gone = False
         self.watcher: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[Any] | None = None  # that answers
         self._waiter: asyncio.Future[None] | None = None
         for choice in choices:
             choice.answer = self

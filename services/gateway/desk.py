@@ -18,6 +18,7 @@ from shared.messages import Failed, Lost, Message, Output, StepReply
 log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.25
+STUCK_SECONDS = 5.0  # beyond the hard time limit
 
 
 class Desk:
@@ -38,7 +39,6 @@ class Desk:
         self._on_dead_letter = on_dead_letter
         self._choices: dict[str, Choice] = {}
         self._open: dict[str, tuple[Answer, Exchange]] = {}
-        self._watched: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------ the HTTP side
 
@@ -47,6 +47,7 @@ class Desk:
         for choice in answer.choices:
             self._choices[choice.id] = choice
         self._open[answer.id] = (answer, exchange)
+        answer.task = asyncio.current_task()
         self._outbox.submit(answer.choices)
 
     def close(self, answer: Answer) -> None:
@@ -93,6 +94,8 @@ class Desk:
                     answer.watcher = asyncio.create_task(_watch(answer, exchange))
                 elif now - answer.received > self._timeout:
                     answer.fail(errors.timed_out(self._timeout))
+                    if now - answer.received > self._timeout + STUCK_SECONDS:
+                        _cut(answer)
 
     # ------------------------------------------------------------ the Redis side
 
@@ -175,6 +178,13 @@ class Desk:
     def stale(self, before: float) -> Iterable[Choice]:
         """Unfinished choices of which nothing was heard since ``before`` (Redis seconds)."""
         return [c for c in self.unfinished() if c.progress_at < before]
+
+
+def _cut(answer: Answer) -> None:
+    """Its client reads nothing: the error cannot be written either."""
+    if answer.task is not None:
+        log.warning("request %s: its client does not read; the connection is cut", answer.id)
+        answer.task.cancel()
 
 
 async def _watch(answer: Answer, exchange: Exchange) -> None:

@@ -8,6 +8,7 @@ import logging
 
 import uvicorn
 
+from services.gateway.protocol import limited
 from services.gateway.service import Gateway
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def server(gateway: Gateway) -> uvicorn.Server:
             host=host,
             port=settings.port,
             loop="uvloop",
-            http="httptools",
+            http=limited(settings.max_header_bytes),
             ws="none",
             lifespan="on",
             log_config=None,
