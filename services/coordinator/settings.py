@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from shared.rounds import STRATEGIES, Lora, Privacy
 from shared.settings import Settings
@@ -21,6 +28,10 @@ class TrainingOptions(BaseModel):
     rank: int = Field(8, ge=1, le=1024, description="LoRA rank of a new adapter")
     lora_alpha: float = Field(16.0, gt=0)
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    client_ranks: dict[str, int] = Field(
+        default_factory=dict,
+        description="flexlora: replicas that train another rank, as replica-1=4,replica-2=16",
+    )
     local_steps: int = Field(6, ge=1, description="optimiser steps a client and round")
     accumulation: int = Field(8, ge=1, description="micro-batches a step")
     B0: int = Field(4, ge=1, description="samples of a micro-batch at the start")
@@ -44,10 +55,23 @@ class TrainingOptions(BaseModel):
     )
     seed: int = Field(0, ge=0)
 
+    @field_validator("client_ranks", mode="before")
+    @classmethod
+    def _pairs(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        return dict(pair.split("=", 1) for pair in value.split(",") if "=" in pair)
+
     @model_validator(mode="after")
     def _fits(self) -> TrainingOptions:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy {self.strategy!r}: one of {', '.join(STRATEGIES)} expected")
+        if self.client_ranks and self.strategy != "flexlora":
+            raise ValueError(
+                f"client_ranks: {self.strategy} averages equal ranks only; flexlora joins"
+            )
+        if any(not 1 <= rank <= 1024 for rank in self.client_ranks.values()):
+            raise ValueError("client_ranks: ranks from 1 to 1024 expected")
         if self.noise_multiplier > 0 and self.clip == 0:
             raise ValueError("noise_multiplier without clip: noise needs a bound to be scaled to")
         return self

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from services.coordinator.context import Context
 from services.coordinator.jobs import POLL, JobFailed, job_id
 from services.coordinator.search import cycle
@@ -113,6 +115,12 @@ class Training:
         size = file.stat().st_size if file.exists() else 0
         return "group" if size >= settings.exchange_bytes else "redis"
 
+    def _lora_of(self, client: str) -> Lora:
+        """The client's own rank under flexlora; lora_alpha / rank stays the same."""
+        rank = self._options.client_ranks.get(client, self._lora.rank)
+        alpha = self._lora.lora_alpha * rank / self._lora.rank
+        return replace(self._lora, rank=rank, lora_alpha=alpha)
+
     def _job(self, client: str) -> RoundJob:
         s, o = self._session, self._options
         first = s.done == 0 and not o.micro_batch
@@ -124,7 +132,7 @@ class Training:
             base=s.base,
             parent=s.parent,
             parent_path=self._parent_path,
-            lora=self._lora,
+            lora=self._lora_of(client),
             strategy=o.strategy,
             train=trained_factors(o.strategy, s.round),
             prox_mu=o.prox_mu if o.strategy == "fedprox" else 0.0,

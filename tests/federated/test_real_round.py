@@ -31,6 +31,8 @@ TRAINING: dict[str, Any] = {
     "rank": 4,
     "lora_alpha": 8.0,
     "target_modules": ["q_proj", "v_proj"],
+    "strategy": "flexlora",
+    "client_ranks": {"r1": 2},
     "local_steps": 3,
     "accumulation": 1,
     "B0": 2,
@@ -93,7 +95,7 @@ async def ended(redis: Redis) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_three_real_clients_learn_together_over_gloo(
+async def test_three_real_clients_of_unequal_ranks_learn_together_over_gloo(
     trainers: list[TrainingProcess], redis: Redis, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     settings = CoordinatorSettings.model_validate(

@@ -23,6 +23,7 @@ from services.replica.training.config import WorkerConfig
 from services.replica.training.model import Adapter, LoraSpec, ModelError, build_base
 from services.replica.weights import open_fused
 from shared import adapter_files, chat, data_homes, names, training_data
+from shared.factors import to_rank
 from shared.messages import BODY, Message, encode
 from shared.redis_client import TRANSIENT
 from shared.rounds import Lora
@@ -168,13 +169,22 @@ def _nothing() -> None:
     """No job runs, so none is stopped."""
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a PEFT folder in fp32. Raises ModelError naming the file."""
+def read_tensors(folder: Path, rank: int | None = None) -> dict[str, Tensor]:
+    """The tensors of a PEFT folder in fp32. Raises ModelError naming the file.
+
+    ``rank``: what this client trains; an adapter of another rank comes as its best
+    approximation with that one (widening is exact).
+    """
     path = folder / adapter_files.TENSOR_FILE
     try:
-        return {name: t.to(torch.float32) for name, t in load_file(path).items()}
+        tensors = {name: t.to(torch.float32) for name, t in load_file(path).items()}
     except (OSError, SafetensorError) as e:
         raise ModelError(f"{path}: cannot be read: {e}") from e
+    found = {t.shape[0] for name, t in tensors.items() if ".lora_A." in name}
+    if rank is None or found == {rank}:
+        return tensors
+    fitted = to_rank({name: t.numpy() for name, t in tensors.items()}, rank)
+    return {name: torch.from_numpy(t) for name, t in fitted.items()}
 
 
 # The context of the job that this thread runs; set by the worker around each job.
