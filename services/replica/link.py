@@ -57,6 +57,7 @@ class Intake:
     async def run(self) -> None:
         """Read until cancelled. A lost group is made again; a Redis that is away is waited for."""
         await patiently(self._ensure_groups, "reading of batches")
+        await patiently(self._commands_left_over, "reading of commands")
         streams: dict[Any, Any] = dict.fromkeys(self._owner, ">")
         backoff = Backoff()
         while True:
@@ -79,6 +80,21 @@ class Intake:
             for stream, entries in found or ():
                 for entry_id, fields in entries:
                     self._handle(self._owner[stream], stream, entry_id, fields)
+
+    async def _commands_left_over(self) -> None:
+        """Commands that an earlier process read and did not carry out; all may be repeated.
+
+        Batches are not read again: what an earlier life left has been given back.
+        """
+        for stream, replica in self._owner.items():
+            if stream != names.control(replica).encode():
+                continue
+            found = await self._redis.xreadgroup(
+                names.GROUP_REPLICA, self._consumer, {stream: "0"}, count=READ_COUNT
+            )
+            for _, entries in found or ():
+                for entry_id, fields in entries:
+                    self._handle(replica, stream, entry_id, fields or {})
 
     async def _ensure_groups(self) -> None:
         for stream in self._owner:

@@ -66,7 +66,7 @@ class Reporter:
             b=status.b_limit,
             b_max=loop.engine.b_max,
             B=loop.block.B,
-            in_flight=len(loop.books.members),
+            in_flight=len(loop.desk.books.members),
             waiting=status.waiting,
             kv_free=status.kv_total - status.kv_used,
             kv_total=status.kv_total,
@@ -98,16 +98,16 @@ class Reporter:
 
     async def _look_for_drain(self) -> None:
         loop = self._loop
-        if loop.drain_wanted is not None and not self._told_drain:
+        if loop.desk.drain_wanted is not None and not self._told_drain:
             self._told_drain = True
-            self._tell({"drain": {self._replica: loop.drain_wanted}})
+            self._tell({"drain": {self._replica: loop.desk.drain_wanted}})
         if loop.draining and loop.empty and not loop.publisher.backlog:
             left = await self._redis.xlen(names.batches(self._replica))
             if not left and loop.empty and not loop.publisher.backlog:
                 self._tell({"drained": self._replica})
 
     async def _look_for_gateways(self) -> None:
-        members = self._loop.books.members.values()
+        members = self._loop.desk.books.members.values()
         for gateway in await self._gateways.gone(m.request.gateway for m in members):
             log.warning("%s: gateway %s is gone; its requests end", self._replica, gateway)
             self._loop.forget(gateway)

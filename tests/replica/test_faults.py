@@ -13,8 +13,8 @@ from redis.asyncio import Redis
 
 from collm.redis_server import RedisServer
 from shared import names
-from shared.messages import Drain, Lost
-from shared.redis_client import connect
+from shared.messages import BODY, Configure, Drain, Lost, encode
+from shared.redis_client import connect, ensure_group
 from shared.replica_state import State, move
 from tests.replica.harness import GATEWAY, Cluster, generate, profile, running, until
 
@@ -274,3 +274,20 @@ async def test_a_child_that_dies_too_often_makes_the_replica_give_up(
         assert await asyncio.to_thread(process.popen.wait, 20) == 1
         assert "2 times within 10 minutes" in process.log.read_text()
     assert (await cluster.record()).state == "dead"
+
+
+async def test_a_command_read_but_not_carried_out_by_a_killed_child_is_obeyed_by_the_next(
+    redis_server: RedisServer, redis: Redis, tmp_path: Path
+) -> None:
+    stream = names.control("replica-0")
+    await ensure_group(redis, stream, names.GROUP_REPLICA)
+    await redis.xadd(stream, {BODY: encode(Configure(b=3))})
+    await redis.xreadgroup(names.GROUP_REPLICA, "inference", {stream: ">"})
+    cluster = Cluster(redis)
+    with running(redis_server.url, tmp_path, profile=profile(tmp_path, 0.02)):
+        await cluster.serving()
+
+        async def obeyed() -> bool:
+            return (await cluster.record()).b == 3 and await redis.xlen(stream) == 0
+
+        await until(obeyed, "b = 3")
