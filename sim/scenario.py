@@ -12,8 +12,9 @@ import yaml
 
 from services.dispatcher.policies.registry import create
 from shared import profile
-from sim.federation import MIN_CE, Federated, Federation
+from sim.federation import Federation
 from sim.replica import Batching
+from sim.rounds import MIN_CE, Federated, Rounds
 from sim.training import Curve
 from sim.workload import Workload, jobs
 from sim.world import Delays, World
@@ -108,7 +109,7 @@ def run(scenario: Scenario, watch: Callable[[World], None] | None = None) -> dic
         "cpu_seconds": time.process_time() - started,
     }
     if world.federation is not None:
-        result["training"] = _training(world.federation, drained, scenario.replicas)
+        result["training"] = _training(world.federation.rounds, drained, scenario.replicas)
     result["by_time"] = world.recorder.by_time()
     result["scenario"] = scenario.saved()
     return result
@@ -119,13 +120,13 @@ def _mean_busy(world: World) -> float:
     return sum(r.busy for r in world.replicas.values()) / seconds
 
 
-def _training(federation: Federation, duration: float, replicas: int) -> dict[str, Any]:
+def _training(rounds: Rounds, duration: float, replicas: int) -> dict[str, Any]:
     return {
-        "rounds": federation.rounds,
-        "samples": federation.samples,
-        "samples_per_s": federation.samples / max(duration, 1e-9),
-        "micro_steps": federation.micro_steps,
-        "compute_share": federation.active_seconds / max(duration * replicas, 1e-9),
-        "quality_at_end": federation.quality,
-        "cross_entropy": [[round(t, 1), round(ce, 5)] for t, ce in federation.history],
+        "rounds": rounds.ended,
+        "samples": rounds.samples,
+        "samples_per_s": rounds.samples / max(duration, 1e-9),
+        "micro_steps": rounds.micro_steps,
+        "compute_share": rounds.active_seconds / max(duration * replicas, 1e-9),
+        "quality_at_end": rounds.quality,
+        "cross_entropy": [[round(t, 1), round(ce, 5)] for t, ce in rounds.history],
     }

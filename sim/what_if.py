@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from sim.federation import Federated
+from sim.rounds import Federated
 from sim.scenario import Scenario, ScenarioError, run
 
 UNLOADED = 0.05  # scale at which requests hardly meet one another

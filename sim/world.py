@@ -107,7 +107,7 @@ class World:
         request_id = job.request.id
         del self.jobs[request_id]
         now = self.kernel.now
-        quality = self.base_quality if self.federation is None else self.federation.quality
+        quality = self.base_quality if self.federation is None else self.federation.rounds.quality
         self.recorder.finished(job, now, self.delays.reply, quality)
         if self.federation is not None:
             self.federation.finished(job, replica.name)

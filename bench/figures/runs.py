@@ -14,8 +14,8 @@ import msgspec
 from services.dispatcher.policies.registry import POLICIES
 from shared import slo
 from sim import what_if
-from sim.federation import Federated
 from sim.replica import Batching
+from sim.rounds import Federated
 from sim.scenario import Scenario, run
 from sim.workload import AZURE_LIKE, Workload
 

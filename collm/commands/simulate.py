@@ -16,8 +16,8 @@ from services.dispatcher.policies.registry import UnknownPolicy
 from shared import slo
 from shared.profile import ProfileError
 from sim import report, what_if
-from sim.federation import Federated
 from sim.replica import Batching
+from sim.rounds import Federated
 from sim.scenario import Scenario, ScenarioError, run
 from sim.workload import Workload
 from sim.world import World

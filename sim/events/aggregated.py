@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sim.federation import Federation
+    from sim.rounds import Rounds
     from sim.world import World
 
 
-def handle(world: World, argument: tuple[Federation, int]) -> None:
+def handle(world: World, argument: tuple[Rounds, int]) -> None:
     """Publish the aggregate and go on."""
-    federation, number = argument
-    federation.aggregate(number)
+    rounds, number = argument
+    rounds.aggregate(number)
     world.decide()
 
 
-def deadline(world: World, argument: tuple[Federation, int]) -> None:
+def deadline(world: World, argument: tuple[Rounds, int]) -> None:
     """The round has taken as long as it may."""
-    federation, number = argument
-    federation.deadline(number)
+    rounds, number = argument
+    rounds.deadline(number)
     world.decide()

@@ -12,8 +12,8 @@ from services.dispatcher.policies.registry import POLICIES
 from services.launcher.core import Options
 from shared.slo import Slo
 from sim import report, what_if
-from sim.federation import Federated
 from sim.replica import Batching
+from sim.rounds import Federated
 from sim.scenario import Scenario, ScenarioError, build, load_curve, run
 from sim.workload import AZURE_LIKE, Workload, jobs, planned
 
