@@ -58,7 +58,13 @@ class TrainingProcess:
             slot_count=2,
             shadow=str(folder / "shadow.bin"),
             dtype="float32",
-            settings={"save_every": 2, "evaluate_every": 1, "worker_ttl": 3.0, "threads": 1},
+            settings={
+                "save_every": 2,
+                "evaluate_every": 1,
+                "worker_ttl": 3.0,
+                "threads": 1,
+                "probe_interval": 0.2,
+            },
         )
         self.redis = connect_sync(redis_url)
         self.queue = Queue(
@@ -76,7 +82,7 @@ class TrainingProcess:
         self._process = context.Process(target=run_main, args=(text, theirs), daemon=True)
         self._process.start()
         theirs.close()
-        assert self._pipe.poll(60)
+        assert self._pipe.poll(120)
         assert "ready" in json.loads(self._pipe.recv_bytes())
 
     def kill(self) -> int:

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.replica.training.data import Cursor, Example, Stream, collate
-from services.replica.training.gate import Stopped
+from services.replica.training.gate import OpenGate, Stopped
 from services.replica.training.model import Adapter, LoraSpec, ModelError, build_base, mean_loss
-from services.replica.training.trainer import OpenGate, Plan, Trainer
+from services.replica.training.trainer import Plan, Trainer
 from services.replica.weights import FusedWeights, open_fused
 from tests.training.conftest import SPEC
 

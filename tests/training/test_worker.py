@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from collm.redis_server import RedisServer
 from services.replica.shadow import ShadowReader
 from shared import blobs, names, rounds
-from shared.messages import BODY, TrainSample, decode
+from shared.messages import BODY, QualitySample, TrainSample, decode
 from tests.training.process import LORA, TrainingProcess, until
 
 
@@ -92,8 +92,7 @@ def test_versions_beyond_the_retention_are_removed(worker: TrainingProcess, pare
     worker.result(worker.call(rounds.LOCAL_ROUND, job), rounds.RoundResult)
     own = [p.name for p in (worker.data_dir / "adapters" / "math").glob("r*.r0")]
     assert len(own) == 20
-    assert "r1.s30.r0" in own
-    assert "r1.s3.r0" not in own
+    assert {f"r1.s{step}.r0" for step in range(11, 31)} == set(own)
 
 
 def test_without_data_a_client_reports_zero_examples(worker: TrainingProcess, parent: str) -> None:
@@ -162,6 +161,29 @@ def test_evaluation_ranks_versions(worker: TrainingProcess, parent: str) -> None
     done = worker.result(worker.call(rounds.EVALUATE, asked), rounds.EvaluateResult)
     assert done.ce[0] == pytest.approx(done.ce[1], rel=1e-5)
     assert done.ce[2] < done.ce[0]
+
+
+def test_an_idle_process_probes_the_version_it_serves_once(
+    worker: TrainingProcess, parent: str
+) -> None:
+    worker.block.B = 0  # a probe is no training
+    worker.redis.delete(names.METRICS)
+    worker.redis.hset(names.replica("r0"), "adapters", '{"math": "v0", "other": "v7"}')
+
+    def probed() -> list[QualitySample]:
+        entries = [f for _, f in worker.redis.xrange(names.METRICS) if f[b"kind"] == b"quality"]
+        return [decode(fields[BODY], QualitySample) for fields in entries]
+
+    until(probed, "a probe")
+    worker.block.B = 4
+    worker.redis.delete(names.replica("r0"))
+    [sample] = probed()
+    assert (sample.adapter, sample.version) == ("math", "v0")
+    asked = rounds.EvaluateJob(
+        session="x", client="r0", adapter="math", base="tiny", paths=(parent,), max_samples=16
+    )
+    done = worker.result(worker.call(rounds.EVALUATE, asked), rounds.EvaluateResult)
+    assert sample.ce == pytest.approx(done.ce[0], rel=1e-5)
 
 
 def test_broken_data_fails_the_job_with_file_and_line(worker: TrainingProcess, parent: str) -> None:
@@ -241,6 +263,8 @@ def test_training_waits_while_serving_has_no_slack(worker: TrainingProcess, pare
     assert result.steps == 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_killed_process_resumes_its_job_in_mid_round_with_the_same_outcome(
     redis_server: RedisServer, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -275,6 +299,8 @@ def connect(process: TrainingProcess) -> object:
     return connect_sync(process.config.redis_url)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_job_that_keeps_killing_its_process_fails_and_says_how(
     redis_server: RedisServer, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -284,12 +310,12 @@ def test_a_job_that_keeps_killing_its_process_fails_and_says_how(
     process.start()
     first = rounds.InitialiseJob(session="s", adapter="math", base="tiny", version="v0", lora=LORA)
     path = process.result(process.call(rounds.INITIALISE, first), rounds.InitialiseResult).path
-    job = process.call(rounds.LOCAL_ROUND, process.round_job(path, steps=100_000))
-    for _ in range(3):
-        begun = process.block.micro_steps
-        until(lambda b=begun: process.block.micro_steps > b, "training")
-        code = process.kill()
-        process.start(previous_exit=code)
+    begun = process.block.micro_steps
+    job = process.call(
+        rounds.LOCAL_ROUND, process.round_job(path, steps=100_000), meta={"deaths": 2}
+    )
+    until(lambda: process.block.micro_steps > begun, "training")
+    process.start(previous_exit=process.kill())
     until(lambda: job.get_status(refresh=True) == "failed", "failure")
     assert (
         "exit code 137: SIGKILL, perhaps out of memory, 3 times" in job.latest_result().exc_string

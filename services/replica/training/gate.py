@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -31,6 +32,49 @@ class DeadlinePassed(Exception):
     """The round's deadline is here: hand over what there is."""
 
 
+class Gate(Protocol):
+    """Says when training may compute. Both calls may block, and raise to end the job."""
+
+    def before_micro_step(self) -> float:
+        """Wait until a micro-step may begin; returns the seconds waited."""
+        ...
+
+    def inside(self) -> float:
+        """Between layers: give way if serving needs it; returns the seconds waited."""
+        ...
+
+    def after_micro_step(self, seconds: float, samples: int, tokens: int) -> None:
+        """Book a finished micro-step (waits excluded)."""
+        ...
+
+    def release(self) -> None:
+        """Give the compute slots back without booking anything (an evaluation)."""
+        ...
+
+    def beside(self) -> int:
+        """Requests that decode right now."""
+        ...
+
+
+class OpenGate:
+    """Never waits: training alone."""
+
+    def before_micro_step(self) -> float:
+        return 0.0
+
+    def inside(self) -> float:
+        return 0.0
+
+    def after_micro_step(self, seconds: float, samples: int, tokens: int) -> None:
+        return None
+
+    def release(self) -> None:
+        return None
+
+    def beside(self) -> int:
+        return 0
+
+
 class ServingGate:
     """The ``Gate`` of a replica's training process.
 
@@ -47,14 +91,17 @@ class ServingGate:
         threads: int = 0,
         yielding: bool = True,
         layers: int = 1,
+        needs_micro_batch: bool = True,
     ) -> None:
+        """``needs_micro_batch``: B = 0 stops it (False for a probe, which is no training)."""
         self._block, self._slots, self._check = block, slots, check
         self._wanted = min(threads or slots.count, slots.count)
-        self._yielding = yielding
+        self._yielding, self._needs_micro_batch = yielding, needs_micro_batch
         self._looks = 2 * layers  # times that ``inside`` is called in a micro-step
         self._lease: Lease | None = None
         self._looked = 0.0
         self.first_micro_step = 0.0  # CLOCK_MONOTONIC; 0 = none yet
+        self.samples = 0  # of the micro-steps to come; 0 = the limit in force
 
     # ------------------------------------------------------------ Gate
 
@@ -64,7 +111,7 @@ class ServingGate:
         now = time.monotonic()
         self.first_micro_step = self.first_micro_step or now
         self._block.micro_started = now
-        self._block.micro_samples = max(1, self._block.B)
+        self._block.micro_samples = max(1, self.samples or self._block.B)
         return waited
 
     def inside(self) -> float:
@@ -121,7 +168,7 @@ class ServingGate:
         return time.monotonic() - started
 
     def _try_begin(self) -> bool:
-        if not self._block.may_train() or not self._slack_suffices():
+        if not self._may_compute() or not self._slack_suffices():
             return False
         alone = self._serving_rests()
         self._lease = self._slots.try_acquire_training(self._wanted, leave_first=not alone)
@@ -131,8 +178,13 @@ class ServingGate:
             torch.set_num_threads(self._lease.count)
         return True
 
+    def _may_compute(self) -> bool:
+        if self._needs_micro_batch:
+            return self._block.may_train()
+        return not (self._block.paused or self._block.stopping)
+
     def _must_give_way(self) -> bool:
-        if not self._block.may_train():
+        if not self._may_compute():
             return True
         assert self._lease is not None
         if self._serving_rests():

@@ -18,13 +18,14 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
 from services.replica.training.context import CONTEXT, TrainingContext, read_tensors
+from services.replica.training.evaluation import cross_entropy
 from services.replica.training.exchange import Exchange
-from services.replica.training.gate import ServingGate, Stopped
-from services.replica.training.local_round import LocalRound, update_path
+from services.replica.training.gate import Stopped
+from services.replica.training.local_round import LocalRound
 from services.replica.training.model import LoraSpec, ModelError
 from services.replica.training.publisher import write_folder
-from services.replica.training.trainer import Plan, Trainer
-from shared import adapter_files, blobs
+from services.replica.training.update import path_of
+from shared import blobs
 from shared.aggregation import ClientUpdate, Target
 from shared.aggregation import aggregate as aggregate_updates
 from shared.rounds import (
@@ -35,7 +36,6 @@ from shared.rounds import (
     EvaluateResult,
     InitialiseJob,
     InitialiseResult,
-    Lora,
     RoundJob,
     SendJob,
     SendResult,
@@ -76,7 +76,7 @@ def local_round(plain: Json) -> Json:
 def send_update(plain: Json) -> Json:
     """SendJob -> SendResult: the update kept from the round, over the group or as a blob."""
     job, context = from_json(plain, SendJob), CONTEXT.get()
-    path = update_path(context.config.home, job.adapter, job.session, job.round)
+    path = path_of(context.config.home, job.adapter, job.session, job.round)
     try:
         raw = path.read_bytes()
     except FileNotFoundError as e:
@@ -157,7 +157,9 @@ def evaluate(plain: Json) -> Json:
     if data is None or not data.heldout.examples:
         return to_json(EvaluateResult(client=job.client, ce=(None,) * len(job.paths), tokens=0))
     examples = data.heldout.examples[: job.max_samples]
-    found: list[float | None] = [evaluate_path(context, p, examples) for p in job.paths]
+    found: list[float | None] = [
+        cross_entropy(context, p, examples, context.check) for p in job.paths
+    ]
     return to_json(
         EvaluateResult(
             client=job.client,
@@ -169,31 +171,6 @@ def evaluate(plain: Json) -> Json:
 
 
 # ---------------------------------------------------------------- parts
-
-
-def evaluate_path(context: TrainingContext, path: str, examples: Any) -> float:
-    """Cross-entropy under the version in ``path``; "" is the base model (an adapter with B = 0)."""
-    if path:
-        card = adapter_files.read_card(Path(path))
-        lora = Lora(rank=card.rank, lora_alpha=card.lora_alpha, target_modules=card.target_modules)
-        adapter = context.adapter(lora)
-        adapter.load(read_tensors(Path(path)))
-    else:
-        adapter = context.fresh_adapter(Lora(), 0)
-    gate = ServingGate(
-        context.block,
-        context.slots,
-        context.check,
-        threads=context.settings.threads,
-        yielding=context.settings.yielding,
-        layers=adapter.model.config.num_hidden_layers,
-    )
-    trainer = Trainer(adapter, examples, Plan(B=context.settings.micro_batch), gate)
-    try:
-        return trainer.evaluate(examples)
-    finally:
-        gate.release()
-        trainer.close()
 
 
 def _gather(
@@ -224,7 +201,7 @@ def _gather(
 def _update_bytes(context: TrainingContext, job: AggregateJob, own: bool, blob: str) -> bytes:
     """The server's own update lies on its disk; the others' are blobs."""
     if own:
-        path = update_path(context.config.home, job.adapter, job.session, job.round)
+        path = path_of(context.config.home, job.adapter, job.session, job.round)
         if path.exists():
             return path.read_bytes()
     return blobs.get_sync(context.redis, blob)

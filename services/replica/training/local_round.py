@@ -4,66 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from services.replica.training import state
+from services.replica.training import state, update
 from services.replica.training.context import DataSet, TrainingContext, read_tensors
 from services.replica.training.data import Example
 from services.replica.training.gate import DeadlinePassed, ServingGate
+from services.replica.training.history import History
 from services.replica.training.model import Adapter
 from services.replica.training.publisher import Publisher
 from services.replica.training.trainer import Plan, StepResult, Trainer
-from shared import adapter_files, blobs, privacy
+from shared import adapter_files
 from shared.messages import TrainSample
 from shared.rounds import BadJob, RoundJob, RoundResult
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class History:
-    """Sums over the steps of a round; saved with the state, so a resumed round reports all."""
-
-    steps: int = 0
-    examples: int = 0
-    tokens: int = 0
-    micro_steps: int = 0
-    loss_sum: float = 0.0
-    first_loss: float | None = None
-    last_loss: float | None = None
-    heldout_before: float | None = None
-    best: float | None = None
-    train_seconds: float = 0.0
-    wait_seconds: float = 0.0
-
-    def add(self, result: StepResult) -> None:
-        self.steps += 1
-        self.examples += result.samples
-        self.tokens += result.tokens
-        self.micro_steps += len(result.micro_seconds)
-        self.train_seconds += sum(result.micro_seconds)
-        self.wait_seconds += result.wait_seconds
-        if math.isfinite(result.loss):
-            self.loss_sum += result.loss
-            self.last_loss = result.loss
-            if self.first_loss is None:
-                self.first_loss = result.loss
-
-    def plain(self) -> dict[str, float | int | None]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @classmethod
-    def of(cls, plain: dict[str, float | int | None]) -> History:
-        return cls(**plain)  # type: ignore[arg-type]
 
 
 class LocalRound:
@@ -85,9 +45,9 @@ class LocalRound:
         self._data = context.data_set(job.adapter, job.max_tokens, job.heldout_fraction)
         if self._data is None or not self._data.train.examples:
             log.info("round %d of %s: no training data here", job.round, job.adapter)
-            return self._result(0.0, None)
+            return self._result()
         adapter = context.adapter(job.lora, job.seed)
-        parent = read_tensors(Path(job.parent_path))
+        parent = read_tensors(Path(job.parent_path), job.lora.rank)
         adapter.load(parent)
         self._heldout = self._data.heldout.examples[: self._settings.heldout_limit]
         self._gate = ServingGate(
@@ -174,7 +134,7 @@ class LocalRound:
                 history.heldout_before = history.best = trainer.evaluate(self._heldout)
             turn = history.steps
             while history.steps < job.steps:
-                trainer.B = job.micro_batches[turn % len(job.micro_batches)]
+                trainer.B = self._gate.samples = job.micro_batches[turn % len(job.micro_batches)]
                 turn += 1
                 if trainer.B == 0:
                     self._gate.rest(self._last_step_seconds)
@@ -286,52 +246,31 @@ class LocalRound:
         trainer: Trainer,
     ) -> RoundResult:
         """Keep the update on disk, upload it where the job says so, report."""
-        job = self._job
-        before = {n: t.numpy() for n, t in parent.items()}
-        update = {n: t.cpu().numpy() for n, t in adapter.tensors().items()}
-        norm = privacy.difference_norm(before, update)
-        if job.privacy is not None:
-            frozen = frozenset(n for n in update if not any(f".lora_{p}." in n for p in job.train))
-            update = privacy.clip_and_noise(
-                before,
-                update,
-                clip=job.privacy.clip,
-                noise_multiplier=job.privacy.noise_multiplier,
-                rng=np.random.default_rng(),
-                frozen=frozen,
-            )
-        raw = to_bytes({n: torch.from_numpy(t.copy()) for n, t in update.items()})
-        path = update_path(self._context.config.home, job.adapter, job.session, job.round)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for old in path.parent.glob(
-            f"{adapter_files.check_name(job.adapter)}.*.update.safetensors"
-        ):
-            old.unlink()
-        path.write_bytes(raw)
-        exchange = 0.0
-        uploaded = self._history.steps > 0 and job.exchange == "redis" and bool(job.blob)
-        if uploaded:
-            begun = time.monotonic()
-            blobs.put_sync(self._context.redis, job.blob, raw)
-            exchange = time.monotonic() - begun
-        result = self._result(norm, after, trainer)
+        job, context = self._job, self._context
+        kept = update.keep(
+            context.redis,
+            context.config.home,
+            job,
+            parent,
+            adapter.tensors(),
+            upload=self._history.steps > 0 and job.exchange == "redis" and bool(job.blob),
+        )
+        first = self._gate.first_micro_step
         return msgspec.structs.replace(
-            result,
-            blob=job.blob if uploaded else "",
-            exchange_seconds=exchange,
-            exchange_bytes=len(raw) if uploaded else 0,
+            self._result(),
+            heldout_after=after,
+            noise_scale=trainer.noise.scale if trainer.noise is not None else None,
+            first_step=context.redis_time(first) if first else 0.0,
+            norm=kept.norm,
+            blob=kept.blob,
+            exchange_seconds=kept.seconds,
+            exchange_bytes=kept.bytes,
+            published=tuple(self._publisher.published),
         )
 
-    def _result(
-        self, norm: float, after: float | None, trainer: Trainer | None = None
-    ) -> RoundResult:
-        job, history, context = self._job, self._history, self._context
-        steps = max(1, history.steps)
-        falls = None
-        if history.first_loss is not None and history.last_loss is not None and steps > 1:
-            falls = (history.first_loss - history.last_loss) / (steps - 1)
-        noise = trainer.noise if trainer is not None else None
-        first = self._gate.first_micro_step if trainer is not None else 0.0
+    def _result(self) -> RoundResult:
+        """The numbers that do not need an adapter."""
+        job, history = self._job, self._history
         return RoundResult(
             session=job.session,
             round=job.round,
@@ -344,23 +283,12 @@ class LocalRound:
             micro_steps=history.micro_steps,
             tokens=history.tokens,
             first_loss=history.first_loss,
-            loss=history.loss_sum / steps if history.steps else None,
+            loss=history.loss,
             last_loss=history.last_loss,
             heldout_before=history.heldout_before,
-            heldout_after=after,
-            loss_reduction=falls,
-            noise_scale=noise.scale if noise is not None else None,
+            loss_reduction=history.loss_reduction,
             started=self._started,
-            first_step=context.redis_time(first) if first else 0.0,
-            seconds=context.now() - self._started,
+            seconds=self._context.now() - self._started,
             train_seconds=history.train_seconds,
             wait_seconds=history.wait_seconds,
-            norm=norm,
-            published=tuple(self._publisher.published) if trainer is not None else (),
         )
-
-
-def update_path(home: Path, adapter: str, session: str, round_number: int) -> Path:
-    """Where a client keeps the update of a round until it is sent (the last one only)."""
-    name = adapter_files.check_name(adapter)
-    return home / "state" / f"{name}.{session}.{round_number}.update.safetensors"

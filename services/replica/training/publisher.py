@@ -20,7 +20,7 @@ from services.replica.shadow import Card, ShadowWriter
 from services.replica.training.model import Adapter, LoraSpec
 from shared import adapter_files
 
-_LOCAL = re.compile(r"r(\d+)\.s(\d+)\.(.+)")
+_LOCAL = re.compile(r"r\d+\.s\d+\.(.+)")
 
 
 def version_id(round_number: int, step: int, replica: str) -> str:
@@ -89,12 +89,15 @@ class Publisher:
         self._shadow.publish(card, flat)
 
     def _prune(self) -> None:
-        """Keep this replica's newest ``keep`` versions; versions of others are not ours."""
+        """Keep the ``keep`` versions this replica wrote last; versions of others are not ours.
+
+        By time and not by number: another session counts its rounds and steps anew.
+        """
         folder = self._data_dir / "adapters" / self._name
         own = []
         for place in folder.iterdir():
             found = _LOCAL.fullmatch(place.name)
-            if found and found[3] == self._replica:
-                own.append((int(found[1]), int(found[2]), place.name))
-        for _, _, version in sorted(own)[: -self._keep]:
+            if found and found[1] == self._replica:
+                own.append((place.stat().st_mtime_ns, place.name))
+        for _, version in sorted(own)[: -self._keep]:
             adapter_files.remove(self._data_dir, self._name, version)

@@ -10,57 +10,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from services.replica.training import statistics
 from services.replica.training.data import Cursor, Example, Stream, collate
+from services.replica.training.gate import Gate, OpenGate
 from services.replica.training.model import Adapter, losses, mean_loss
-
-
-class Gate(Protocol):
-    """Says when training may compute. Both calls may block, and raise to end the job."""
-
-    def before_micro_step(self) -> float:
-        """Wait until a micro-step may begin; returns the seconds waited."""
-        ...
-
-    def inside(self) -> float:
-        """Between layers: give way if serving needs it; returns the seconds waited."""
-        ...
-
-    def after_micro_step(self, seconds: float, samples: int, tokens: int) -> None:
-        """Book a finished micro-step (waits excluded)."""
-        ...
-
-    def release(self) -> None:
-        """Give the compute slots back without booking anything (an evaluation)."""
-        ...
-
-    def beside(self) -> int:
-        """Requests that decode right now."""
-        ...
-
-
-class OpenGate:
-    """Never waits: training alone."""
-
-    def before_micro_step(self) -> float:
-        return 0.0
-
-    def inside(self) -> float:
-        return 0.0
-
-    def after_micro_step(self, seconds: float, samples: int, tokens: int) -> None:
-        return None
-
-    def release(self) -> None:
-        return None
-
-    def beside(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True)
