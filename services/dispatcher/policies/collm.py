@@ -39,7 +39,8 @@ LEAD_SECONDS = 0.02  # a release goes out this long before the replica can begin
 REPLAN_SECONDS = 0.01
 REPLAN_SHARE = 0.02  # of the slack of the requests planned: how long a plan holds
 REPLAN_MAX = 0.5
-LANES_TRIED = 48  # open replicas considered in one decision
+LANES_TRIED = 16  # open replicas considered in one decision
+RELEASES_MAX = 64  # in one decision; then readers get their turn before the next one
 LOOK_AHEAD = 8  # requests tried beyond the first that fits nowhere now
 FCFS_HORIZON = 60.0  # a request without a SLO has the slack of one due after this long
 LATE_AGE = 30.0  # a hopeless request this old gets a replica even under load
@@ -87,7 +88,6 @@ class Collm:
         self._order = 0
         self._price = 0.0  # tokens a replica second below which a request is deferred
         self._plan_next = -INFINITY
-        self._turn = 0
         self._changed = False
         self._wake = INFINITY
         self.macro = Macro(headroom)
@@ -152,6 +152,7 @@ class Collm:
         del self._where[completion.id]
         ended = completion.reason in ("stop", "length") and completion.output_tokens > 0
         running = lane.leave(completion.id, now, learn=ended)
+        self.macro.freed(lane)
         if running is not None and ended:
             self.lengths.learn(running.waiting.request, completion)
 
@@ -214,12 +215,8 @@ class Collm:
         """
         soon, wake = now + self._lead, INFINITY
         closed = self._epsilon + self.macro.least_delay
-        order, lanes = self.macro.order, []
-        if len(order) > LANES_TRIED:
-            active = self.macro.active
-            self._turn = (self._turn + LANES_TRIED) % active if active else 0
-            order = order[self._turn : active] + order[: self._turn] + order[active:]
-        for lane in order:
+        lanes: list[Lane] = []
+        for lane in self.macro.candidates(LANES_TRIED):
             if len(lane.flight) >= lane.view.b_limit:
                 continue
             if lane.prefill_end > soon:
@@ -258,7 +255,7 @@ class Collm:
     ) -> None:
         """Release from the head of a queue while somebody fits somewhere."""
         passed: list[Item] = []
-        while queue and lanes and len(passed) <= LOOK_AHEAD:
+        while queue and lanes and len(passed) <= LOOK_AHEAD and r.count < RELEASES_MAX:
             item = heapq.heappop(queue)
             w = item[3]
             if w.place != place:
@@ -271,6 +268,8 @@ class Collm:
             self._release(w, lane, lanes, r, why)
         for item in passed:
             heapq.heappush(queue, item)
+        if r.count >= RELEASES_MAX:
+            self._wake = r.now
 
     def _choose(self, w: Waiting, lanes: list[Lane], now: float) -> Lane | None:
         """The replica where it and everybody there keep their limits, at the least expense.
@@ -418,9 +417,11 @@ class _Round:
 
     def __init__(self, now: float) -> None:
         self.now = now
+        self.count = 0
         self._batches: dict[str, list[tuple[Waiting, float, float, str]]] = {}
 
     def add(self, lane: Lane, w: Waiting, end: float, slack: float, why: str) -> None:
+        self.count += 1
         self._batches.setdefault(lane.view.id, []).append((w, end, slack, why))
 
     def releases(self, lanes: dict[str, Lane]) -> list[Action]:

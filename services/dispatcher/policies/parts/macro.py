@@ -7,6 +7,8 @@ they can train.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from services.dispatcher.policies.base import Action, Promote, StepSeen, Suspend
@@ -43,6 +45,8 @@ class Macro:
         self._promoted = -INFINITY
         self._suspended: tuple[str, ...] = ()
         self._rates: dict[tuple[LatencyModel, int, int], float] = {}  # within one cycle
+        self._free: dict[Lane, None] = {}  # with credit, as far as is known
+        self._full: list[Lane] = []
         self._short = False  # requests were in need of a replica since the last cycle
 
     # ------------------------------------------------------------ what is seen
@@ -85,6 +89,7 @@ class Macro:
         rates = {lane.view.id: self._rate(lane) for lane in lanes}
         lanes.sort(key=lambda x: (-x.view.quality * rates[x.view.id], x.view.id))
         self.order = lanes
+        self._free = dict.fromkeys(lanes)
         need = (1 + self._headroom) * self.rate.expected
         total, self.active = 0.0, 0
         for rank, lane in enumerate(lanes):
@@ -162,7 +167,36 @@ class Macro:
         }
         return [Promote(replica=best.view.id, why=why)]
 
-    # ------------------------------------------------------------ figures for the micro cycle
+    # ------------------------------------------------------------ for the micro cycle
+
+    def candidates(self, few: int) -> Iterable[Lane]:
+        """Dispatchable replicas in order; of more than ``few`` those with credit, as many.
+
+        The ones returned go to the end of the line, so that others come up the next time.
+        """
+        if len(self.order) <= few:
+            return self.order
+        chosen: list[Lane] = []
+        for lane in islice(self._free, 4 * few):
+            if len(lane.flight) < lane.view.b_limit:
+                chosen.append(lane)
+                if len(chosen) == few:
+                    break
+            else:
+                self._full.append(lane)
+        for lane in self._full:
+            del self._free[lane]
+        self._full.clear()
+        for lane in chosen:
+            del self._free[lane]
+            self._free[lane] = None
+        chosen.sort(key=_rank)
+        return chosen
+
+    def freed(self, lane: Lane) -> None:
+        """A replica has credit again."""
+        if lane.view.dispatchable:
+            self._free[lane] = None
 
     def spare(self, replicas: int) -> int:
         """Replicas that the load with SLOs leaves over."""
@@ -174,3 +208,7 @@ class Macro:
         work = sum(item[3].cost for item in main if item[3].place == MAIN)
         work += sum(max(0.0, lane.prefill_end - now) for lane in self.order)
         return work / max(1, len(self.order))
+
+
+def _rank(lane: Lane) -> int:
+    return lane.rank
