@@ -24,6 +24,7 @@ from services.replica.adapter_loads import AdapterLoads
 from services.replica.control_block import ControlBlock
 from services.replica.engines import registry
 from services.replica.engines.base import Engine
+from services.replica.gpu import GpuMeter, device_index
 from services.replica.intake import Arrived
 from services.replica.link import Intake, Publisher
 from services.replica.meters import Meters
@@ -158,7 +159,9 @@ class Inference:
     def _serve(
         self, tasks: asyncio.TaskGroup, replica: str, loop: ServingLoop, engine: Engine
     ) -> list[asyncio.Task[None]]:
-        reporter = Reporter(self._redis, replica, loop, self._clock, self._meters, self._told)
+        index = device_index(self._settings.device)
+        gpu = None if index is None else GpuMeter(index)
+        reporter = Reporter(self._redis, replica, loop, self._clock, self._meters, self._told, gpu)
         return [
             tasks.create_task(self._from_start(replica, loop)),
             tasks.create_task(loop.publisher.run()),

@@ -11,6 +11,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from services.replica.gateways import GatewayWatch
+from services.replica.gpu import GpuMeter
 from services.replica.link import BACKLOG, Turn
 from services.replica.meters import Meters
 from services.replica.worker import ServingLoop
@@ -38,12 +39,14 @@ class Reporter:
         now: Now,
         meters: Meters,
         tell: Callable[[dict[str, Any]], None],
+        gpu: GpuMeter | None = None,
     ) -> None:
         self._redis, self._replica, self._loop = redis, replica, loop
         self._now, self._meters, self._tell = now, meters, tell
         self._ticked = time.monotonic()
         self._busy = loop.block.busy_seconds
         self._told_drain = False
+        self._gpu = gpu
         self._gateways = GatewayWatch(redis)
         self._leftover: set[str] = set()  # gateways that are gone, their reply stream not yet
 
@@ -77,19 +80,22 @@ class Reporter:
         await self._redis.hset(names.replica(self._replica), mapping=record.to_hash(*_OWN))
 
     def _tick(self) -> None:
-        """One utilisation sample: the share of wall time spent in engine steps."""
+        """One utilisation sample: what the GPU says, else the share of time in engine steps."""
         now = time.monotonic()
         seconds, self._ticked = now - self._ticked, now
         busy = self._loop.block.busy_seconds
         share, self._busy = (busy - self._busy) / seconds, busy
-        status = self._loop.status
+        status, source = self._loop.status, "step_share"
+        # The GPU cannot tell serving from training: beside training only our own steps count.
+        if self._gpu is not None and not self._loop.block.training:
+            share, source = self._gpu.read()
         sample = UtilSample(
             replica=self._replica,
             time=self._now(),
             utilisation=min(1.0, max(0.0, share)),
             queued=status.waiting,
             b=self._loop.mean_b(seconds),
-            source="step_share",
+            source=source,
         )
         lag = getattr(self._loop.engine, "lag", None)
         self._meters.state(self._replica, status, None if lag is None else lag.p99())

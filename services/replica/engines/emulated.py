@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
 from services.replica.engines import emulated_text
 from services.replica.engines.base import EngineStatus, Rejected, StepReport
+from services.replica.engines.emulated_adapters import EmulatedAdapters
+from services.replica.engines.emulated_sequence import Sequence
 from services.replica.lag import LagMeter
 from shared.clock import Now
 from shared.latency import LatencyModel
@@ -29,33 +30,6 @@ from shared.lifetime import Stamp
 from shared.messages import Finished, Generate, Output
 from shared.profile import Profile
 from shared.records import ModelCard
-
-
-class _Sequence:
-    """One request in the engine. Token counts."""
-
-    __slots__ = (
-        "cursor",
-        "delivered",
-        "key",
-        "length",
-        "request",
-        "reserved",
-        "stamps",
-        "to_prefill",
-        "version",
-    )
-
-    def __init__(self, request: Generate, length: int, key: int, version: str | None) -> None:
-        self.request = request
-        self.length = length
-        self.key = key
-        self.version = version
-        self.delivered = len(request.generated)
-        self.to_prefill = len(request.prompt) + self.delivered
-        self.reserved = len(request.prompt) + request.sampling.max_tokens
-        self.cursor = key
-        self.stamps: dict[str, float] = {}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,13 +64,10 @@ class EmulatedEngine:
         self._words = words
         self._b = b_max
         self._kv_total, self._kv_used = kv_tokens, 0
-        self._waiting: deque[_Sequence] = deque()
-        self._running: dict[str, _Sequence] = {}
-        self._cancelled: list[_Sequence] = []
-        self._adapters: dict[str, str] = {}
-        self._resident: set[tuple[str, str]] = set()
-        self._slots: OrderedDict[tuple[str, str | None], None] = OrderedDict()
-        self._merged: str | None = None
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[str, Sequence] = {}
+        self._cancelled: list[Sequence] = []
+        self._adapters = EmulatedAdapters(profile, merged=options.lora == "merged")
         self._random = random.Random(options.seed)
         self._due = 0.0
         # Static batching: size of the running batch, and what its members are to be told.
@@ -127,12 +98,12 @@ class EmulatedEngine:
             )
         version = request.adapter_version
         if request.adapter is not None and version is None:
-            version = self._adapters[request.adapter]
+            version = self._adapters.current[request.adapter]
         length = emulated_text.length(request, self._profile.output_mean, self._options.seed)
         # What an earlier attempt delivered may be all there is: then one more token ends it.
         length = min(max(length, len(request.generated) + 1), request.sampling.max_tokens)
         key = emulated_text.start(request, self._options.seed)
-        self._waiting.append(_Sequence(request, length, key, version))
+        self._waiting.append(Sequence(request, length, key, version))
 
     def cancel(self, request_id: str) -> bool:
         sequence = self._running.pop(request_id, None)
@@ -204,7 +175,7 @@ class EmulatedEngine:
         self._held, self._held_finished, self._batch = [], [], 0
         return outputs, finished
 
-    def _admit(self) -> list[_Sequence]:
+    def _admit(self) -> list[Sequence]:
         """Move waiting requests into the running set, in order, while limits allow."""
         if self._options.batching == "static" and self._running:
             return []
@@ -222,14 +193,14 @@ class EmulatedEngine:
         self._batch += len(started)
         return started
 
-    def _next_waiting(self) -> _Sequence | None:
+    def _next_waiting(self) -> Sequence | None:
         """The oldest; with merged adapters the oldest that the merged adapter can serve."""
         if self._options.lora != "merged" or not self._running:
             return self._waiting[0]
         adapter = next(iter(self._running.values())).request.adapter
         return next((s for s in self._waiting if s.request.adapter == adapter), None)
 
-    def _chunks(self, decoding: int) -> list[tuple[_Sequence, int]]:
+    def _chunks(self, decoding: int) -> list[tuple[Sequence, int]]:
         """Prompt tokens to prefill in this iteration, oldest first, within the step's budget."""
         room = self._options.max_step_tokens - decoding
         if self._options.batching == "static":
@@ -242,7 +213,7 @@ class EmulatedEngine:
                 chunks.append((sequence, tokens))
         return chunks
 
-    def _seconds(self, decoding: int, prefill: int, started: list[_Sequence]) -> float:
+    def _seconds(self, decoding: int, prefill: int, started: list[Sequence]) -> float:
         """Emulated duration of the iteration."""
         model: LatencyModel = self._profile.coefficients
         B = self._beside()
@@ -257,25 +228,7 @@ class EmulatedEngine:
             seconds += model.t_prefill(prefill, B)
         if self._profile.jitter and seconds:
             seconds *= self._random.lognormvariate(0.0, self._profile.jitter)
-        return seconds + sum(self._adapter_seconds(s) for s in started)
-
-    def _adapter_seconds(self, sequence: _Sequence) -> float:
-        """Time to fetch or switch to a started request's adapter; 0 when it is there."""
-        adapter = sequence.request.adapter
-        seconds = 0.0
-        if self._options.lora == "merged" and adapter != self._merged:
-            self._merged = adapter
-            seconds += self._profile.merge_seconds
-        if adapter is None:
-            return seconds
-        key = (adapter, sequence.version)
-        if key not in self._slots:
-            seconds += self._profile.adapter_seconds
-            if len(self._slots) >= self._profile.adapter_slots:
-                self._slots.popitem(last=False)
-        self._slots[key] = None
-        self._slots.move_to_end(key)
-        return seconds
+        return seconds + sum(self._adapters.seconds(s.request.adapter, s.version) for s in started)
 
     async def _pass(self, seconds: float) -> None:
         """Let the time go by. Consecutive steps keep an absolute schedule, so lag never adds up."""
@@ -294,7 +247,7 @@ class EmulatedEngine:
 
     def _emit(
         self,
-        sequence: _Sequence,
+        sequence: Sequence,
         now: float,
         outputs: list[tuple[str, Output]],
         finished: list[Finished],
@@ -323,7 +276,7 @@ class EmulatedEngine:
         outputs.append((request.gateway, output))
 
     @staticmethod
-    def _finished(sequence: _Sequence, reason: str) -> Finished:
+    def _finished(sequence: Sequence, reason: str) -> Finished:
         request = sequence.request
         return Finished(
             request.id, request.attempt, len(request.prompt), sequence.delivered, reason
@@ -333,18 +286,13 @@ class EmulatedEngine:
 
     def load_adapter(self, name: str, version: str, path: str, *, current: bool = True) -> None:
         """Only names are kept: an emulated adapter has no tensors."""
-        self._resident.add((name, version))
-        if current:
-            self._adapters[name] = version
+        self._adapters.load(name, version, current=current)
 
     def unload_adapter(self, name: str) -> bool:
-        self._resident = {key for key in self._resident if key[0] != name}
-        return self._adapters.pop(name, None) is not None
+        return self._adapters.unload(name)
 
     def has_adapter(self, name: str, version: str | None = None) -> bool:
-        if version is None:
-            return name in self._adapters
-        return (name, version) in self._resident
+        return self._adapters.has(name, version)
 
     # ------------------------------------------------------------ state
 
@@ -355,28 +303,9 @@ class EmulatedEngine:
             kv_used=self._kv_used,
             kv_total=self._kv_total,
             b_limit=self._b,
-            adapters=dict(self._adapters),
+            adapters=dict(self._adapters.current),
         )
 
     def close(self) -> None:
         self._running.clear()
         self._waiting.clear()
-
-
-def model_card(
-    name: str, folder: Path | None, profile: Profile, *, created: float
-) -> tuple[ModelCard, tuple[int, ...]]:
-    """Card and word list of an emulated model; ``folder`` may hold the tokenizer it stands for.
-
-    Raises VocabularyError.
-    """
-    card = ModelCard(
-        name=name,
-        path="" if folder is None else str(folder.resolve()),
-        context=profile.context,
-        vocabulary=profile.vocabulary,
-        engine="emulated",
-        dtype="",
-        created=created,
-    )
-    return card, emulated_text.printable(folder, profile.vocabulary)

@@ -15,6 +15,8 @@ from pathlib import Path
 import orjson
 
 from shared.messages import Generate
+from shared.profile import Profile
+from shared.records import ModelCard
 
 _WORD = re.compile("[Ġ▁]?[A-Za-z]+")
 _ENOUGH = 512
@@ -62,3 +64,22 @@ def length(request: Generate, mean: float, seed: int) -> int:
     u = (zlib.crc32(request.id.encode(), seed & 0xFFFFFFFF) + 0.5) / 2**32
     drawn = 1 if mean <= 1 else 1 + int(math.log(u) / math.log1p(-1 / mean))
     return max(min(drawn, sampling.max_tokens), min(sampling.min_tokens, sampling.max_tokens), 1)
+
+
+def model_card(
+    name: str, folder: Path | None, profile: Profile, *, created: float
+) -> tuple[ModelCard, tuple[int, ...]]:
+    """Card and word list of an emulated model; ``folder`` may hold the tokenizer it stands for.
+
+    Raises VocabularyError.
+    """
+    card = ModelCard(
+        name=name,
+        path="" if folder is None else str(folder.resolve()),
+        context=profile.context,
+        vocabulary=profile.vocabulary,
+        engine="emulated",
+        dtype="",
+        created=created,
+    )
+    return card, printable(folder, profile.vocabulary)

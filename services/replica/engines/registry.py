@@ -26,7 +26,8 @@ def build(
 def _emulated(
     settings: ReplicaSettings, now: Now, beside: dict[str, Callable[[], int]]
 ) -> dict[str, Engine]:
-    from services.replica.engines.emulated import EmulatedEngine, Options, model_card
+    from services.replica.engines.emulated import EmulatedEngine, Options
+    from services.replica.engines.emulated_text import model_card
 
     profile = profiles.load(settings.profile)
     card, words = model_card(settings.model, settings.model_path, profile, created=now())
