@@ -19,19 +19,18 @@ from redis.asyncio import Redis
 from services.replica import inference
 from services.replica.children import Child, GaveUp
 from services.replica.control_block import ControlBlock
+from services.replica.hang import HangWatch
 from services.replica.incarnation import Incarnation
 from services.replica.meters import ChildMetrics
 from services.replica.settings import ReplicaSettings
 from services.replica.trainer_child import TrainerChild
-from shared.records import HEARTBEAT_SECONDS, HEARTBEAT_TTL_MS
+from shared.records import HEARTBEAT_SECONDS
 from shared.redis_client import TRANSIENT, connect, patiently
 from shared.replica_state import Refused, State
 from shared.status_server import StatusServer
 
 log = logging.getLogger(__name__)
 
-SILENCE = HEARTBEAT_TTL_MS / 1e3 + 1.0  # seconds without a sign of the serving loop
-KILL_STOPPED = 2 * SILENCE  # seconds after which a child that the system has stopped is killed
 BEGIN_TIMEOUT = 30.0  # seconds for a living child to take up a new incarnation
 STOP_SECONDS = 5.0
 
@@ -62,15 +61,13 @@ class Supervisor:
         # An emulated replica has no weights to train.
         trains = settings.training and settings.engine == "torch"
         self._trainer = TrainerChild(settings, training) if trains else None
-        # One that runs may only be short of processor time: it gets as long as a step.
-        self._patience = max(KILL_STOPPED, settings.step_timeout)
+        self._hang = HangWatch(self._inference, settings.step_timeout)
         self._ready = asyncio.Event()
         self._begun: dict[str, str] = {}
         self._serving: set[str] = set()
         self._drained: set[str] = set()
         self._changed = asyncio.Event()  # something was heard from the child
         self._retiring: set[str] = set()  # of several replicas: these drain, the others go on
-        self._stuck_since: dict[str, float] = {}
         self._away: str | None = None  # why Redis cannot be reached
         self._draining = False
         self._hurry = asyncio.Event()
@@ -207,10 +204,7 @@ class Supervisor:
 
     async def _beat_one(self, replica: str) -> None:
         life, stuck = self._lives[replica], self._stuck(replica)
-        if stuck is not None:
-            self._note_stuck(replica, stuck)
-        else:
-            self._stuck_since.pop(replica, None)
+        self._hang.note(replica, stuck)
         beat = await life.beat(alive=stuck is None)
         if replica in self._retiring:
             await self._retire(replica, beat.state)
@@ -250,19 +244,7 @@ class Supervisor:
     def _stuck(self, replica: str) -> str | None:
         if not (self._inference.alive and self._ready.is_set()):
             return None  # it loads, within ``load_timeout``; the replica says ``starting``
-        return self._blocks[replica].stuck(
-            time.monotonic(), silence=SILENCE, step_timeout=self._settings.step_timeout
-        )
-
-    def _note_stuck(self, replica: str, why: str) -> None:
-        now = time.monotonic()
-        since = self._stuck_since.setdefault(replica, now)
-        if since == now:
-            log.error("%s: no heartbeat any more: %s", replica, why)
-        elif now - since > (KILL_STOPPED if self._inference.stopped else self._patience):
-            log.error("%s: inference process is killed: %s", replica, why)
-            self._stuck_since.pop(replica)
-            self._inference.kill()
+        return self._hang.why(self._blocks[replica])
 
     # ------------------------------------------------------------ words from the child
 
