@@ -68,7 +68,7 @@ bench: $(STAMP) ## every benchmark, one table and one JSON line
 	$(BIN)/python -m bench.all $(ARGS)
 
 figures: $(STAMP) ## the evaluation's figures
-	$(BIN)/python -m sim.figures $(ARGS)
+	$(BIN)/python -m bench.figures $(ARGS)
 
 chaos: $(STAMP) ## kills, stops and rubbish under load: MINUTES=10
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) $(ARGS)
