@@ -15,6 +15,7 @@ from services.replica.engines.torch.native import NativeBackend, NoKernels
 from services.replica.engines.torch.reference import TorchBackend
 from services.replica.engines.torch.step import Step
 from services.replica.weights import open_fused
+from shared.settings import user_cache
 from tests import tiny
 from tests.engine.helpers import (
     ARCHITECTURES,
@@ -140,7 +141,7 @@ SMOLLM = "SmolLM2-135M-Instruct"
 
 @pytest.mark.slow
 def test_smollm2_greedy_equals_transformers_on_real_prompts(real_data: Path) -> None:
-    folder = Path.home() / ".cache/collm/models" / SMOLLM
+    folder = user_cache() / "models" / SMOLLM
     if not (folder / "model.safetensors").exists():
         pytest.skip(f"{SMOLLM} is not in the model cache")
     from tokenizers import Tokenizer

@@ -26,6 +26,7 @@ from services.replica.engines.torch.config import ModelConfig
 from services.replica.engines.torch.lora import Adapter
 from services.replica.engines.torch.step import Result, Step
 from services.replica.weights import FusedWeights
+from shared.settings import user_cache
 
 log = logging.getLogger(__name__)
 
@@ -99,15 +100,19 @@ def build(dtype: torch.dtype, extra: tuple[str, ...] = ()) -> ctypes.CDLL:
         if source.suffix in (".c", ".h"):
             digest.update(source.read_bytes())
     name = f"forward-{digest.hexdigest()[:16]}.so"
-    for folder in (SOURCES / "__pycache__", Path(tempfile.mkdtemp(prefix="collm-kernels-"))):
-        try:
-            folder.mkdir(exist_ok=True)
-            if not (folder / name).exists():
-                _compile(compiler, flags, folder / name)
-            return _open(folder / name)
-        except PermissionError:
-            log.info("%s cannot be written; the kernels go to a temporary folder", folder)
-    raise NoKernels("no folder for the compiled kernels can be written")
+    try:
+        return _cached(user_cache() / "kernels" / name, compiler, flags)
+    except OSError as e:
+        log.info("no kernels in the user's cache (%s); they are compiled for this process", e)
+    with tempfile.TemporaryDirectory(prefix="collm-kernels-") as folder:
+        return _cached(Path(folder) / name, compiler, flags)  # stays mapped when the file goes
+
+
+def _cached(path: Path, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        _compile(compiler, flags, path)
+    return _open(path)
 
 
 def _processor() -> str:

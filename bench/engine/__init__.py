@@ -1,0 +1,1 @@
+"""Benchmark of the engine against its neighbours: ``python -m bench.engine``."""
