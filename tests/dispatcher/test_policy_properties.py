@@ -1,0 +1,183 @@
+"""What holds for every policy, whatever happens: found by hypothesis, checked by the driver."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from services.dispatcher.policies.base import ReplicaView, Request
+from services.dispatcher.policies.collm import Collm
+from services.dispatcher.policies.registry import POLICIES, UnknownPolicy, create
+from shared.latency import LatencyModel
+from tests.dispatcher.driver import Driver
+
+LATENCY = LatencyModel(alpha0=0.004, alpha1=1e-4, pi0=0.001, pi1=1e-4)
+SERVING = [name for name in POLICIES if name != "split"]
+
+arrival = st.floats(0.0, 3.0)
+
+
+@st.composite
+def requests(draw: st.DrawFn, *, slo: bool | None = None) -> list[Request]:
+    """Up to 25 requests of two SLO classes, or none."""
+    out = []
+    for number in range(draw(st.integers(1, 25))):
+        at = draw(arrival)
+        limit = draw(st.sampled_from([None, 0.5, 5.0])) if slo is None else 5.0 if slo else None
+        out.append(
+            Request(
+                id=f"q{number}",
+                arrival=at,
+                prompt_tokens=draw(st.integers(1, 4000)),
+                max_tokens=draw(st.integers(1, 200)),
+                tenant=draw(st.sampled_from(["", "a", "b"])),
+                adapter=draw(st.sampled_from([None, "x", "y"])),
+                deadline=None if limit is None else at + limit,
+            )
+        )
+    return out
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[ReplicaView]:
+    """One to four replicas; the first one serves, the others are in any state."""
+    out = []
+    for number in range(draw(st.integers(1, 4))):
+        state = "serving" if number == 0 else draw(st.sampled_from(["serving", "idle", "none"]))
+        out.append(
+            ReplicaView(
+                id=f"r{number}",
+                dispatchable=state == "serving",
+                idle=state == "idle",
+                b_limit=draw(st.integers(1, 6)),
+                b_max=8,
+                quality=draw(st.sampled_from([0.5, 1.0, 2.0])),
+                latency=draw(st.sampled_from([None, LATENCY])),
+            )
+        )
+    return out
+
+
+quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("name", SERVING)
+@quick
+@given(work=requests(), fleet=fleets(), seconds=st.floats(0.01, 1.0))
+def test_every_request_is_released_once_or_refused_and_credit_is_bounded(
+    name: str, work: list[Request], fleet: list[ReplicaView], seconds: float
+) -> None:
+    """No starvation either: when arrivals stop, nothing is left waiting."""
+    driver = Driver(create(name), seconds)
+    for view in fleet:
+        driver.at(0.0, view)
+    for request in work:
+        driver.at(request.arrival, request)
+    driver.run()
+    assert not driver.waiting, f"left waiting: {driver.waiting}"
+    assert driver.policy.queued() == 0
+    ended = {key.rstrip("+") for key in driver.ended}
+    assert ended | set(driver.shed) == {r.id for r in work}
+
+
+@pytest.mark.parametrize("name", SERVING)
+@quick
+@given(work=requests(), fleet=fleets(), dies=st.floats(0.1, 4.0))
+def test_what_a_dead_replica_had_is_served_by_the_others(
+    name: str, work: list[Request], fleet: list[ReplicaView], dies: float
+) -> None:
+    driver = Driver(create(name), 0.3)
+    for view in [*fleet, ReplicaView(id="spare", dispatchable=True, b_limit=4, latency=LATENCY)]:
+        driver.at(0.0, view)
+    driver.at(dies, "r0")
+    for request in work:
+        driver.at(request.arrival, request)
+    driver.run()
+    assert not driver.waiting
+
+
+@quick
+@given(work=requests(slo=True), fleet=fleets())
+def test_collm_goes_by_slack_within_a_class_unless_it_records_a_reason(
+    work: list[Request], fleet: list[ReplicaView]
+) -> None:
+    driver = Driver(Collm(), 0.3)
+    for view in fleet:
+        driver.at(0.0, view)
+    for request in work:
+        driver.at(request.arrival, request)
+    driver.run()
+    released = [
+        (now, key, now + float(r.why[f"slack:{key}"]), r.why[f"order:{key}"])
+        for now, r in driver.releases
+        for key in r.requests
+    ]
+    for (now, key, latest, why), (later, other, other_latest, _) in itertools.permutations(
+        released, 2
+    ):
+        if why == "slack" and later > now and driver.requests[other].arrival <= now:
+            assert other_latest >= latest - 1e-3, f"{other} had less slack than {key}"
+
+
+def _serve(policy: Collm, work: list[Request], *, b_limit: int = 1, seconds: float = 0.3) -> Driver:
+    driver = Driver(policy, seconds)
+    driver.at(0.0, ReplicaView(id="r", dispatchable=True, b_limit=b_limit, latency=LATENCY))
+    for request in work:
+        driver.at(request.arrival, request)
+    driver.run()
+    return driver
+
+
+def _request(key: str, arrival: float, limit: float | None, **more: object) -> Request:
+    values = {"prompt_tokens": 100, "max_tokens": 10, **more}
+    deadline = None if limit is None else arrival + limit
+    return Request(id=key, arrival=arrival, deadline=deadline, **values)  # type: ignore[arg-type]
+
+
+def test_the_tighter_deadline_goes_first() -> None:
+    work = [_request("first", 0.0, 9.0), _request("loose", 0.01, 8.0), _request("tight", 0.02, 2.0)]
+    driver = _serve(Collm(), work)
+    assert driver.order_of("tight") < driver.order_of("loose")
+
+
+def test_a_higher_priority_goes_first_within_its_class() -> None:
+    work = [_request("first", 0.0, 5.0)]
+    work += [_request("low", 0.01, 5.0), _request("high", 0.02, 5.0, priority=1)]
+    driver = _serve(Collm(), work)
+    assert driver.order_of("high") < driver.order_of("low")
+
+
+def test_a_hopeless_request_waits_for_the_others_or_is_refused() -> None:
+    work = [_request("first", 0.0, 9.0), _request("hopeless", 0.01, 0.02)]
+    work += [_request("fine", 0.02, 3.0)]
+    driver = _serve(Collm(), work)
+    assert driver.order_of("fine") < driver.order_of("hopeless")
+    assert sorted(driver.ended) == ["fine", "first", "hopeless"], "late answers are delivered"
+
+
+def test_nothing_is_refused_on_an_estimate_before_enough_outputs_are_known() -> None:
+    work = [_request("first", 0.0, 9.0), _request("hopeless", 0.01, 0.02)]
+    driver = _serve(Collm(on_overload="shed"), work)
+    assert driver.shed == []
+    learned = Collm(on_overload="shed")
+    many = [_request(f"q{k}", 0.35 * k, 9.0) for k in range(60)]
+    driver = _serve(learned, [*many, _request("hopeless", 30.0, 0.02)])
+    assert driver.shed == ["hopeless"]
+
+
+def test_no_request_without_a_slo_starves_behind_those_with_one() -> None:
+    work = [_request("patient", 0.0, None)]
+    work += [_request(f"q{k}", 0.01 + 0.25 * k, 5.0) for k in range(400)]
+    driver = _serve(Collm(), work)
+    assert "patient" in driver.ended
+    assert driver.order_of("patient") < 300
+
+
+def test_an_unknown_policy_or_option_is_named_with_what_there_is() -> None:
+    with pytest.raises(UnknownPolicy, match="least_loaded"):
+        create("nonsense")
+    with pytest.raises(UnknownPolicy, match="colour"):
+        create("collm", colour="red")
