@@ -68,6 +68,7 @@ class Inference:
         self._meters = Meters(settings.model, settings.engine)
         self._loops: dict[str, ServingLoop] = {}
         self._stop = asyncio.Event()
+        self._card_wanted = asyncio.Event()
         self._begun: dict[str, asyncio.Event] = {}
 
     async def run(self) -> None:
@@ -83,6 +84,7 @@ class Inference:
                 jobs += self._serve(tasks, replica, self._loops[replica], engine)
             intake = Intake(self._redis, engines, self._arrived)
             jobs.append(tasks.create_task(intake.run()))
+            jobs.append(tasks.create_task(self._keep_card(engines)))
             await self._stop.wait()
             for job in jobs:
                 job.cancel()
@@ -137,6 +139,13 @@ class Inference:
             slots=slots,
             threads=self._settings.thread_count,
         )
+
+    async def _keep_card(self, engines: dict[str, Engine]) -> None:
+        """Publish the model's card again after Redis has lost it."""
+        while True:
+            await self._card_wanted.wait()
+            self._card_wanted.clear()
+            await patiently(lambda: self._publish_card(engines), "the model's card")
 
     async def _publish_card(self, engines: dict[str, Engine]) -> None:
         card = next(iter(engines.values())).card
@@ -211,6 +220,8 @@ class Inference:
             self._loops[replica].draining = True
         if message.get("metrics"):
             self._told({"metrics": self._meters.text()})
+        if message.get("card"):
+            self._card_wanted.set()
         if message.get("stop"):
             self._stop.set()
 

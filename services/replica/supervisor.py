@@ -213,6 +213,7 @@ class Supervisor:
         if beat.state is None and not beat.ours:
             log.warning("%s: Redis has lost our record; it is written again", replica)
             await life.restore()
+            self._inference.tell({"card": True})
         elif not beat.ours:
             log.critical("%s: another process has taken this id; this one stops", replica)
             self._hurry.set()

@@ -209,6 +209,12 @@ async def test_a_redis_that_comes_back_empty_gets_groups_and_record_again(
         await redis.flushall()
         again = await cluster.serving()
         assert again.incarnation == first.incarnation
+
+        async def card() -> bool:
+            known = await redis.sismember(names.MODELS, "m")
+            return bool(known) and await redis.hget(names.model("m"), "engine") == b"emulated"
+
+        await until(card, "the model's card is back")
         await cluster.release(generate("a"))
         await cluster.finish("a")
         await cluster.drained()
