@@ -20,7 +20,7 @@ from shared import names
 
 CHUNK_BYTES = 64 << 20
 LIMIT_BYTES = 2 << 30
-TTL_SECONDS = 600
+TTL_SECONDS = 3600  # longer than a round: the first client's update waits for the last one's
 
 
 class BlobError(RuntimeError):

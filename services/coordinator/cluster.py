@@ -101,6 +101,10 @@ class Cluster:
         raw = orjson.dumps({k: float(v) for k, v in values.items()})
         await self._redis.hset(names.replica(replica), "coefficients", raw)
 
+    async def publish_b_star(self, replica: str, b: int) -> None:
+        """b* of a replica that only serves; its limit b stays its own and the dispatcher's."""
+        await self._redis.hset(names.replica(replica), "b_star", str(b))
+
     async def announce(self, name: str, entry: AdapterVersion, replicas: Iterable[str]) -> None:
         """Every replica takes the version at its next step, and its quality with it."""
         for replica in replicas:

@@ -19,6 +19,8 @@ from shared.lease import Lease
 from shared.replica_state import event
 from shared.sessions import Session
 
+SUSPENDED_SECONDS = 120.0
+
 
 @dataclass
 class Context:
@@ -33,7 +35,17 @@ class Context:
     cluster: Cluster
     telemetry: Telemetry
     meters: Meters
-    suspended: set[str] = field(default_factory=set)  # the dispatcher wants B = 0 on these
+    wanted_idle: dict[str, float] = field(default_factory=dict)  # replica -> until when B = 0
+
+    @property
+    def suspended(self) -> set[str]:
+        """Replicas on which the dispatcher wants B = 0.
+
+        A wish that is not renewed ends by itself: a dispatcher that was restarted has forgotten
+        it, and the search for B keeps what the load needs in any case.
+        """
+        now = self.now()
+        return {replica for replica, until in self.wanted_idle.items() if until > now}
 
     async def save(self, session: Session) -> None:
         """Write a session's record; Redis refuses once another coordinator acts."""

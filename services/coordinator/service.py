@@ -8,9 +8,10 @@ import logging
 from redis.exceptions import ResponseError
 
 from services.coordinator.cluster import Cluster
-from services.coordinator.context import Context
+from services.coordinator.context import SUSPENDED_SECONDS, Context
 from services.coordinator.jobs import TrainingJobs
 from services.coordinator.meters import Meters
+from services.coordinator.search import Demand, Member, b_star
 from services.coordinator.session import SessionRun
 from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.telemetry import Telemetry, hardware_of
@@ -26,7 +27,9 @@ from shared.messages import (
     decode,
     decode_any,
 )
+from shared.records import ReplicaRecord
 from shared.redis_client import BLOCK_MS, connect_sync, ensure_group, is_missing_group
+from shared.replica_state import State
 from shared.tail import follow
 
 log = logging.getLogger(__name__)
@@ -144,11 +147,15 @@ class Desk:
                         }
                     ),
                 )
-            for name in live:
-                await self._publish_fit(name)
+            demands = {
+                base: await context.demand(base) for base in {r.model for r in live.values()}
+            }
+            for record in live.values():
+                await self._publish_fit(record, demands[record.model])
 
-    async def _publish_fit(self, name: str) -> None:
-        context = self._context
+    async def _publish_fit(self, record: ReplicaRecord, demand: Demand) -> None:
+        """Coefficients and, for a replica that no session configures, b* in its present state."""
+        context, name = self._context, record.id
         planes = context.telemetry.planes(name, context.now())
         model = planes.model()
         if model is None or planes.decode is None:
@@ -157,6 +164,9 @@ class Desk:
         context.meters.r2.labels(name, "two").set(fit["r2"])
         context.meters.r2.labels(name, "one").set(fit["r2_single"])
         await context.cluster.publish_model(name, model, fit)
+        if record.state != State.COMBINED:
+            member = Member(id=name, model=model, b_max=record.b_max)
+            await context.cluster.publish_b_star(name, b_star(member, record.B, demand))
 
     # ------------------------------------------------------------ the dispatcher's commands
 
@@ -204,12 +214,12 @@ class Desk:
             wanted.update(session.B)
         for replica in command.replicas:
             if command.wanted:
-                context.suspended.add(replica)
+                context.wanted_idle[replica] = context.now() + SUSPENDED_SECONDS
                 await context.cluster.pause(replica, 0)
-            elif replica in context.suspended:
-                context.suspended.discard(replica)
-                if wanted.get(replica, 0) > 0:
-                    await context.cluster.pause(replica, wanted[replica])
+                continue
+            known = context.wanted_idle.pop(replica, None) is not None
+            if known and wanted.get(replica, 0) > 0:
+                await context.cluster.pause(replica, wanted[replica])
         log.info(
             "training %s on %s",
             "rests" if command.wanted else "goes on",

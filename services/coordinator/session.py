@@ -17,9 +17,10 @@ from services.coordinator.checking import Check, check
 from services.coordinator.context import Context
 from services.coordinator.jobs import JobFailed, job_id
 from services.coordinator.opening import Opening
+from services.coordinator.report import Outcome, tell_round
 from services.coordinator.settings import BadOptions
 from services.coordinator.training import Training, restored, stored
-from shared import sessions
+from shared import blobs, sessions
 from shared.adapter_files import BadFolder, BadName
 from shared.adapters import AdapterVersion, Conflict, Unknown
 from shared.quality import after_round, weighted_mean
@@ -141,14 +142,16 @@ class SessionRun:
         await opening.refresh(s)
         choices = await context.choose(s, opening.options)
         B = opening.batches(s, choices, context.suspended)
+        if not any(B.values()) and s.B == B:
+            return False  # told and configured already
         for client, choice in sorted(choices.items()):
             b = choice.b if s.done > 0 or opening.options.concurrency else None
             await context.cluster.configure(client, b=b, B=B[client])
             context.meters.goodput.labels(client).set(choice.goodput)
         if not any(B.values()):
-            if s.B != B:
-                self._session = replace(s, B=B)
-                await context.tell("round_waits", s, why="load leaves no client a training batch")
+            self._session = replace(s, B=B)
+            await context.save(self._session)
+            await context.tell("round_waits", s, why="load leaves no client a training batch")
             return False
         now = context.now()
         live = await context.cluster.live()
@@ -250,7 +253,7 @@ class SessionRun:
         self, results: dict[str, RoundResult], made: AggregateResult, checked: Check
     ) -> None:
         """Version t+1 into the registry and onto all replicas; the books of the session."""
-        s, context = self._session, self._context
+        s, context, opening = self._session, self._context, self._opening
         loss = weighted_mean([(r.loss, r.examples) for r in results.values()])
         before = s.loss
         if before is None:
@@ -271,7 +274,10 @@ class SessionRun:
             serving = [r.id for r in (await context.cluster.live()).values() if r.model == s.base]
             await context.cluster.announce(s.adapter, entry, serving)
             await context.registry.prune(s.adapter, context.settings.keep_versions)
-        await self._tell_end(results, made, checked, entry, promoted, loss)
+        await blobs.delete(context.redis, *(r.blob for r in results.values() if r.blob))
+        await tell_round(
+            context, s, Outcome(results, made, checked, entry, promoted, loss), opening.spent(s)
+        )
         losses = {
             c: (*s.losses.get(c, ()), r.loss) for c, r in results.items() if r.loss is not None
         }
@@ -301,53 +307,6 @@ class SessionRun:
             return False
         return (await registry.version(s.adapter, entry.version)).promoted
 
-    async def _tell_end(
-        self,
-        results: dict[str, RoundResult],
-        made: AggregateResult,
-        checked: Check,
-        entry: AdapterVersion,
-        promoted: bool,
-        loss: float | None,
-    ) -> None:
-        s, context, meters = self._session, self._context, self._context.meters
-        seconds = context.now() - s.started
-        busy = max(r.train_seconds + r.wait_seconds for r in results.values())
-        overhead = max(0.0, 1 - busy / seconds) if seconds > 0 else 0.0
-        moved = made.exchange_bytes + sum(r.exchange_bytes for r in results.values())
-        spent = made.exchange_seconds + max(r.exchange_seconds for r in results.values())
-        meters.overhead.observe(overhead)
-        meters.exchange_bytes.labels(made.exchange).inc(moved)
-        meters.exchange_seconds.labels(made.exchange).inc(spent)
-        meters.quality.labels(s.adapter).set(entry.quality)
-        if made.aggregation_error is not None:
-            meters.error.labels(s.adapter).set(made.aggregation_error)
-        if loss is not None:
-            meters.loss.labels(s.adapter).set(loss)
-        if checked.after is not None:
-            meters.heldout.labels(s.adapter).set(checked.after)
-        await context.tell(
-            "round_done",
-            s,
-            version=entry.version,
-            promoted="yes" if promoted else "no",
-            why=checked.why,
-            loss=_text(loss),
-            heldout_before=_text(checked.before),
-            heldout=_text(checked.after),
-            quality=round(entry.quality, 4),
-            used=",".join(made.used),
-            rejected="; ".join(f"{c}: {why}" for c, why in made.rejected.items()),
-            aggregation_error=_text(made.aggregation_error),
-            seconds=round(seconds, 3),
-            overhead=round(overhead, 4),
-            exchange=made.exchange,
-            exchange_bytes=moved,
-            exchange_seconds=round(spent, 4),
-            steps=",".join(f"{c}:{r.steps}" for c, r in sorted(results.items())),
-            **self._opening.spent(s),
-        )
-
     # ------------------------------------------------------------ end
 
     async def _end(self, why: str) -> None:
@@ -364,7 +323,3 @@ class SessionRun:
         await sessions.end(context.redis, s, why, context.lease.fence_key, context.lease.token)
         context.meters.forget(s.adapter)
         log.info("session %s ended after %d rounds: %s", s.id, s.done, why)
-
-
-def _text(value: float | None) -> str:
-    return "" if value is None else f"{value:.5f}"

@@ -1,0 +1,96 @@
+"""What a finished round tells: one event with all its numbers, and the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.coordinator.checking import Check
+from services.coordinator.context import Context
+from shared.adapters import AdapterVersion
+from shared.rounds import AggregateResult, RoundResult
+from shared.sessions import Session
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A round's parts: what clients reported, what the server made, what became of it."""
+
+    results: Mapping[str, RoundResult]
+    made: AggregateResult
+    checked: Check
+    entry: AdapterVersion
+    promoted: bool
+    loss: float | None  # F of the round
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds and bytes of a round. Overhead: the share that is not training on any client."""
+
+    seconds: float
+    overhead: float
+    exchange_bytes: int
+    exchange_seconds: float
+
+
+def cost(session: Session, outcome: Outcome, now: float) -> Cost:
+    """The slowest client's training (yielding included) against the whole round. Pure."""
+    seconds, results = now - session.started, outcome.results.values()
+    busy = max(r.train_seconds + r.wait_seconds for r in results)
+    made = outcome.made
+    return Cost(
+        seconds=seconds,
+        overhead=max(0.0, 1 - busy / seconds) if seconds > 0 else 0.0,
+        exchange_bytes=made.exchange_bytes + sum(r.exchange_bytes for r in results),
+        exchange_seconds=made.exchange_seconds + max(r.exchange_seconds for r in results),
+    )
+
+
+async def tell_round(
+    context: Context, session: Session, outcome: Outcome, privacy: Mapping[str, str | float]
+) -> None:
+    """Event ``round_done``; ``privacy`` are the fields about the budget spent, if any."""
+    paid = cost(session, outcome, context.now())
+    _measure(context, session, outcome, paid)
+    made, checked, entry = outcome.made, outcome.checked, outcome.entry
+    await context.tell(
+        "round_done",
+        session,
+        version=entry.version,
+        promoted="yes" if outcome.promoted else "no",
+        why=checked.why,
+        loss=_text(outcome.loss),
+        heldout_before=_text(checked.before),
+        heldout=_text(checked.after),
+        quality=round(entry.quality, 4),
+        used=",".join(made.used),
+        rejected="; ".join(f"{c}: {why}" for c, why in made.rejected.items()),
+        aggregation_error=_text(made.aggregation_error),
+        seconds=round(paid.seconds, 3),
+        overhead=round(paid.overhead, 4),
+        exchange=made.exchange,
+        exchange_bytes=paid.exchange_bytes,
+        exchange_seconds=round(paid.exchange_seconds, 4),
+        steps=",".join(f"{c}:{r.steps}" for c, r in sorted(outcome.results.items())),
+        **privacy,
+    )
+
+
+def _measure(context: Context, session: Session, outcome: Outcome, paid: Cost) -> None:
+    meters, made, adapter = context.meters, outcome.made, session.adapter
+    meters.overhead.observe(paid.overhead)
+    meters.exchange_bytes.labels(made.exchange).inc(paid.exchange_bytes)
+    meters.exchange_seconds.labels(made.exchange).inc(paid.exchange_seconds)
+    meters.quality.labels(adapter).set(outcome.entry.quality)
+    for gauge, value in (
+        (meters.error, made.aggregation_error),
+        (meters.loss, outcome.loss),
+        (meters.heldout, outcome.checked.after),
+    ):
+        if value is not None:
+            gauge.labels(adapter).set(value)
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.5f}"
