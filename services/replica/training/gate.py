@@ -35,8 +35,8 @@ class DeadlinePassed(Exception):
 class Gate(Protocol):
     """Says when training may compute. Both calls may block, and raise to end the job."""
 
-    def before_micro_step(self) -> float:
-        """Wait until a micro-step may begin; returns the seconds waited."""
+    def before_micro_step(self, samples: int) -> float:
+        """Wait until a micro-step of ``samples`` may begin; returns the seconds waited."""
         ...
 
     def inside(self) -> float:
@@ -59,7 +59,7 @@ class Gate(Protocol):
 class OpenGate:
     """Never waits: training alone."""
 
-    def before_micro_step(self) -> float:
+    def before_micro_step(self, samples: int) -> float:
         return 0.0
 
     def inside(self) -> float:
@@ -105,7 +105,7 @@ class ServingGate:
 
     # ------------------------------------------------------------ Gate
 
-    def before_micro_step(self) -> float:
+    def before_micro_step(self, samples: int) -> float:
         """Wait for permission, slack and slots. Raises what ``check`` raises."""
         waited = self._wait()
         now = time.monotonic()

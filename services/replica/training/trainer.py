@@ -158,7 +158,7 @@ class Trainer:
 
         A gradient that is not finite is taken back; its ``square`` is then not finite.
         """
-        waited = self.gate.before_micro_step()
+        waited = self.gate.before_micro_step(B)
         batch = self._stream.take(B).to(self.adapter.device)
         beside, self._waited_inside = self.gate.beside(), 0.0
         started = time.perf_counter()
@@ -250,7 +250,7 @@ class Trainer:
         ordered = sorted(examples, key=lambda e: len(e.ids))
         with torch.no_grad():
             for start in range(0, len(ordered), size):
-                self.gate.before_micro_step()
+                self.gate.before_micro_step(len(ordered[start : start + size]))
                 batch = collate(ordered[start : start + size]).to(self.adapter.device)
                 found, _ = losses(model, batch)
                 self.gate.release()

@@ -1,0 +1,168 @@
+"""Training and serving on one model: what is learnt is answered, and neither harms the other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from bench.sharing.rig import ADAPTER, REPLICA, Rig, rig, until
+from services.replica.adapters import AdapterSpec
+from services.replica.engines.torch.engine import TorchEngine
+from services.replica.training.data import encode
+from services.replica.training.model import Adapter, LoraSpec, build_base
+from services.replica.training.trainer import Plan, Trainer
+from services.replica.weights import open_fused
+from shared import chat
+from shared.messages import Generate, Sampling
+from shared.rounds import Lora, RoundResult
+from tests.training.conftest import make_chats
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TINY = Lora(rank=4, lora_alpha=8.0, target_modules=("q_proj", "v_proj"))
+
+
+def ask(engine: TorchEngine, prompt: list[int], stops: frozenset[int]) -> tuple[list[int], str]:
+    request = Generate(
+        id="1",
+        gateway="g",
+        model="m",
+        adapter="a",
+        prompt=tuple(prompt),
+        sampling=Sampling(max_tokens=60, temperature=0.0, stop_token_ids=tuple(stops)),
+        arrival=0.0,
+    )
+    engine.submit(request)
+    tokens: list[int] = []
+    finish = ""
+
+    async def run() -> None:
+        nonlocal finish
+        while engine.has_work():
+            for _, output in (await engine.step()).outputs:
+                tokens.extend(output.tokens)
+                finish = output.finish or finish
+
+    asyncio.run(run())
+    return tokens, finish
+
+
+def test_a_model_that_learnt_four_answers_gives_them_and_stops(tiny_model: Path) -> None:
+    """With padding = end token and masking by id a tuned model never stopped."""
+    tokenizer = chat.load(tiny_model)
+    weights = open_fused(tiny_model, "float32")
+    spec = LoraSpec(r=16, lora_alpha=32.0, target_modules=ALL)
+    chats = make_chats(4)
+    encoded = encode(chats, tokenizer, 256, "made")
+    adapter = Adapter.attach(build_base(tiny_model, weights.views), spec)
+    plan = Plan(B=4, accumulation=1, learning_rate=1e-2, schedule="cosine", total_steps=250)
+    trainer = Trainer(adapter, encoded.examples, plan)
+    for _ in range(250):
+        if trainer.step().loss < 0.01:
+            break
+    engine = TorchEngine.load(tiny_model, name="m", dtype="float32", kv_tokens=1024, b_max=4)
+    engine.load_adapter_tensors("a", "v", adapter.tensors(), AdapterSpec(16, 32.0), "")
+    for one in chats:
+        prompt = tokenizer.prompt(one.messages[:1])
+        tokens, finish = ask(engine, prompt, tokenizer.eos_ids)
+        assert finish == "stop"
+        said = tokenizer.tokenizer.decode(tokens, skip_special_tokens=True)
+        assert said == one.messages[1]["content"]
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def replica(tiny_model: Path) -> Iterator[Rig]:
+    """A real replica with its training process."""
+    with rig(tiny_model, dtype="float32", threads=1, training={"evaluate_every": 1}) as running:
+        running.add_data([json.dumps({"messages": list(c.messages)}) for c in make_chats(40)])
+        yield running
+
+
+def training_pid(replica: Rig) -> int:
+    """The child of the replica's parent process that is not inference."""
+    parent = psutil.Process(int(replica.redis.hget(f"collm:replica:{REPLICA}", "pid") or 0))
+    children = [p.pid for p in parent.children() if "spawn_main" in " ".join(p.cmdline())]
+    [pid] = [p for p in children if p != replica.block.inference_pid]
+    return pid
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_published_versions_serve_at_once_and_a_killed_trainer_loses_no_request(
+    replica: Rig,
+) -> None:
+    parent = replica.first_version(lora=TINY)
+    job = replica.round(
+        parent,
+        lora=TINY,
+        steps=1_000_000,
+        accumulation=1,
+        micro_batches=(1,),
+        learning_rate=1e-3,
+        publish="every_step",
+        max_tokens=64,
+    )
+
+    def newest() -> bool:
+        [answer] = replica.wait(replica.submit([[5, 6, 7]], 1, adapter=ADAPTER))
+        return answer.version.startswith("r1.s")
+
+    until(newest, "a version that training published", 120)
+    ids = replica.submit([[5 + i, 6, 7] for i in range(8)], 200, adapter=ADAPTER)
+    until(lambda: any(replica.answers[i].tokens for i in ids), "first tokens", 60)
+    pid = training_pid(replica)
+    os.kill(pid, signal.SIGKILL)
+    answers = replica.wait(ids, 120)
+    assert [len(a.tokens) for a in answers] == [200] * 8
+    assert {a.finish for a in answers} == {"length"}
+    done = replica.block.micro_steps
+    until(lambda: replica.block.micro_steps > done, "training goes on after its restart", 120)
+    assert training_pid(replica) != pid
+    replica.stop(job)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_round_beside_serving_ends_like_one_alone(replica: Rig) -> None:
+    """Serving reads the weights that training reads: neither may change what the other gets."""
+    prompts = [[9, 8, 7 + i] for i in range(4)]
+    before = [a.tokens for a in replica.wait(replica.submit(prompts, 30))]
+    parent = replica.first_version(lora=TINY)
+    changes = {"lora": TINY, "steps": 6, "accumulation": 2, "micro_batches": (2,), "seed": 3}
+    alone: RoundResult = replica.result(replica.round(parent, **changes), RoundResult)
+    beside = replica.round(parent, **changes)
+    ids: list[str] = []
+    while beside.get_status(refresh=True) not in ("finished", "failed"):
+        sent = replica.submit(prompts, 30)
+        replica.wait(sent)
+        ids += sent
+    together: RoundResult = replica.result(beside, RoundResult)
+    assert together.heldout_after == alone.heldout_after
+    assert together.last_loss == alone.last_loss
+    answers = [replica.answers[i].tokens for i in ids]
+    assert all(answers[i] == before[i % 4] for i in range(len(answers)))
+
+
+def test_inference_keeps_no_autograd_graph(tiny_model: Path) -> None:
+    """An adapter loaded for training once left gradients on while serving."""
+    weights = open_fused(tiny_model, "float32")
+    adapter = Adapter.attach(build_base(tiny_model, weights.views), LoraSpec(4, 8.0, ("q_proj",)))
+    engine = TorchEngine.load(tiny_model, name="m", dtype="float32", kv_tokens=1024, b_max=4)
+    live = {n: p for n, p in adapter.model.named_parameters() if p.requires_grad}
+    assert live
+    tensors = {n.replace(".default.", "."): p for n, p in live.items()}
+    engine.load_adapter_tensors("a", "v", tensors, AdapterSpec(4, 8.0), "")
+    ask(engine, [5, 6, 7], frozenset())
+    assert all(p.grad_fn is None for p in live.values())
+    assert all(bool((p.grad == 0).all()) for p in live.values())
+    held = [t for t in vars(engine.adapters).values() if isinstance(t, torch.Tensor)]
+    assert not any(t.requires_grad for t in held)
+    engine.close()
