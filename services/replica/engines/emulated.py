@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
 from services.replica.engines import emulated_text
+from services.replica.engines.alarm import Alarm
 from services.replica.engines.base import EngineStatus, Rejected, StepReport
 from services.replica.engines.emulated_adapters import EmulatedAdapters
 from services.replica.engines.emulated_sequence import Sequence
@@ -60,6 +62,7 @@ class EmulatedEngine:
         self.card = card
         self.b_max = b_max
         self.lag = LagMeter()
+        self._alarm = Alarm()
         self._profile, self._options, self._now, self._beside = profile, options, now, beside
         self._words = words
         self._b = b_max
@@ -232,18 +235,16 @@ class EmulatedEngine:
 
     async def _pass(self, seconds: float) -> None:
         """Let the time go by. Consecutive steps keep an absolute schedule, so lag never adds up."""
-        loop = asyncio.get_running_loop()
         if seconds <= 0:
             await asyncio.sleep(0)
             return
         real = seconds / self._options.time_scale
-        now = loop.time()
+        now = time.monotonic()
         # A step that follows at once begins where the last one ended on paper.
         begin = self._due if now - self._due < min(real, 0.05) else now
         self._due = begin + real
-        if self._due > now:
-            await asyncio.sleep(self._due - now)
-        self.lag.add(loop.time() - self._due, real)
+        await self._alarm.until(self._due)
+        self.lag.add(time.monotonic() - self._due, real)
 
     def _emit(
         self,
@@ -307,5 +308,6 @@ class EmulatedEngine:
         )
 
     def close(self) -> None:
+        self._alarm.close()
         self._running.clear()
         self._waiting.clear()
