@@ -15,18 +15,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import yaml
+
 from bench.stack import running
-from shared import slo
+from shared import profile, slo
 from sim.scenario import Scenario, run
 from sim.workload import Workload
 from sim.world import Delays
 
 EPOCH = 1_700_000_000.0
+VOID_ABOVE = 0.05  # step lag p99 of an emulated replica beyond which its run says nothing
 SPEED_SLO = ("e2e:20s",)
 
 
@@ -65,6 +69,33 @@ def one_speed(replicas: int, requests: int, policy: str, rate: float) -> dict[st
     }
 
 
+def slowed(name: str, factor: float, folder: Path) -> str:
+    """A profile whose every duration is ``factor`` times as long, as a file.
+
+    Real time is the limit of an emulated run: steps of some ms are lost in a small machine's
+    scheduling. Slowed, the same cluster is emulated faithfully; rates and limits are slowed alike.
+    """
+    known = profile.load(name)
+    values = msgspec.to_builtins(known)
+    values["coefficients"] = {k: v * factor for k, v in values["coefficients"].items()}
+    for key in ("load_seconds", "adapter_seconds", "merge_seconds"):
+        values[key] *= factor
+    values["source"] = f"{known.source}; slowed {factor:g} times for a run in real time"
+    path = folder / "slowed.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return str(path)
+
+
+def slowed_slo(parts: Sequence[str], factor: float) -> list[str]:
+    """The same limits, ``factor`` times as long (ms)."""
+    found = []
+    for tag, limits in slo.parse(parts).items():
+        pairs = (("ttft", limits.ttft_ms), ("tpot", limits.tpot_ms), ("e2e", limits.e2e_ms))
+        prefix = f"{tag}/" if tag else ""
+        found += [f"{prefix}{name}:{ms * factor:g}" for name, ms in pairs if ms is not None]
+    return found
+
+
 def real_run(policy: str, load: float, o: argparse.Namespace) -> dict[str, Any]:
     """The trace through the running system with emulated replicas; the detailed result."""
     up = ["--model", o.model, "--replicas", str(o.replicas), "--no-train", "--policy", policy]
@@ -73,13 +104,22 @@ def real_run(policy: str, load: float, o: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, "-m", "loadgen", "--base-url", stack.url, "--ignore-eos"]
         for path in o.trace:
             command += ["--trace", path]
-        command += ["--rate-scale", str(load), "--duration", str(o.seconds), "--no-progress"]
+        command += [
+            "--trace-align",
+            "start",
+            "--rate-scale",
+            str(load),
+            "--duration",
+            str(o.seconds),
+            "--no-progress",
+        ]
         command += ["--max-prompt", "7000", "--goodput", *o.slo, "--slo-headers"]
         command += ["--save-detailed", "--result-dir", folder, "--result-filename", "run.json"]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"the load generator failed:\n{done.stderr[-2000:]}")
         result: dict[str, Any] = json.loads((Path(folder) / "run.json").read_text())
+        result["step_lag_p99"] = stack.step_lag()
     return result
 
 
@@ -115,7 +155,7 @@ def validity(o: argparse.Namespace) -> list[dict[str, Any]]:
             entry = {
                 "policy": policy,
                 "load": load,
-                "cluster": f"{o.replicas} x {o.profile}, emulated in real time",
+                "cluster": f"{o.replicas} x {Path(o.profile).stem}, emulated in real time",
                 "goodput_error": error(real, sim, "goodput_tokens_per_s"),
                 "attainment_error": error(real, sim, "slo_attainment"),
                 "e2e_p50_error": error(real, sim, "p50_e2el_ms"),
@@ -124,6 +164,8 @@ def validity(o: argparse.Namespace) -> list[dict[str, Any]]:
                 "real": {k: real[k] for k in ("slo_attainment", "p50_e2el_ms", "p99_e2el_ms")},
                 "client_lag_p99_ms": real["client_lag_p99_ms"],
                 "requests": real["offered"],
+                "step_lag_p99": real["step_lag_p99"],
+                "void": (real["step_lag_p99"] or 0.0) > VOID_ABOVE or real["client_behind"],
             }
             print(entry, file=sys.stderr, flush=True)
             found.append(entry)
@@ -143,24 +185,34 @@ def main() -> None:
     p.add_argument("--profile", default="h20-8b")
     p.add_argument("--model", default="SmolLM2-135M-Instruct")
     p.add_argument("--slo", nargs="+", default=["ttft:1000", "tpot:50"])
-    p.add_argument("--seconds", type=float, default=60.0)
+    p.add_argument("--seconds", type=float, default=90.0)
+    p.add_argument("--slow", type=float, default=10.0, help="slow the emulated hardware down")
     o = p.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if o.slow != 1.0:
+            o.profile = slowed(o.profile, o.slow, Path(folder))
+            o.slo = slowed_slo(o.slo, o.slow)
+        print(json.dumps(measure(o)), flush=True)
+
+
+def measure(o: argparse.Namespace) -> dict[str, Any]:
+    """The line that is printed."""
     fast = speed(16, o.requests, o.speed_policy)
     print(fast, file=sys.stderr, flush=True)
     sizes = {}
     for size in o.sizes:
         sizes[str(size)] = speed(size, o.size_requests, o.speed_policy)["requests_s"]
         print(size, sizes[str(size)], file=sys.stderr, flush=True)
-    line = {
+    return {
         "bench": "sim",
         "requests_s": fast["requests_s"],
         "rss_mb": fast["rss_mb"],
         "requests": o.requests,
         "policy": o.speed_policy,
         "replicas": sizes,
+        "slowed": o.slow,
         "validity": validity(o) if o.trace else [],
     }
-    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 
 from shared.settings import child_environment
@@ -40,12 +41,33 @@ class Stack:
             used[part] = used.get(part, 0.0) + sum(_cpu(p) for p in _family(pid))
         return used
 
+    def metric(self, part: str, name: str) -> list[float]:
+        """Values of a Prometheus series of one part; empty when it shows none."""
+        found = []
+        for port in _listening(self.pids[part]):
+            answer = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10.0)
+            for line in answer.text.splitlines():
+                if line.startswith(name) and line[len(name) : len(name) + 1] in ("{", " "):
+                    found.append(float(line.rpartition(" ")[2]))
+        return found
+
+    def step_lag(self) -> float | None:
+        """Worst p99 of an emulated replica's step lag; above 0.05 its run says nothing."""
+        replicas = [name for name in self.pids if name.startswith("replica")]
+        lags = [v for name in replicas for v in self.metric(name, "collm_emulated_step_lag_p99")]
+        return max(lags, default=None)
+
     def rss_mb(self) -> dict[str, float]:
         """Resident memory by part in MB, children included."""
         return {
             name: round(sum(p.memory_info().rss for p in _family(pid)) / 1e6, 1)
             for name, pid in self.pids.items()
         }
+
+
+def _listening(pid: int) -> list[int]:
+    connections = psutil.Process(pid).net_connections(kind="tcp")
+    return [c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN]
 
 
 def _family(pid: int) -> list[psutil.Process]:
