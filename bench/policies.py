@@ -1,0 +1,253 @@
+"""Every dispatch policy in the same cluster of real services, on the Azure traces.
+
+``python -m bench.policies --data FOLDER`` with the 2023 code and conversation CSVs. Clusters:
+``emulated16`` (16 emulated replicas in real time, 8B model on a pair of H20, published figures)
+and ``cpu`` (real replicas, one thread each). Load 4x is 1.1 times the rate at which round robin's
+attainment falls under 90 % of an idle cluster's; 1x a quarter of it. Runs are interleaved: every
+policy once before any goes again. Prints progress on stderr and one JSON line on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.stack import StackError, running
+
+POLICIES = ("round_robin", "least_loaded", "peft", "shepherd", "dlora", "split", "collm")
+KEYS = {
+    "goodput": "goodput_tokens_per_s",
+    "q_goodput": "q_goodput",
+    "attainment": "slo_attainment",
+    "ttft_p50_ms": "p50_ttft_ms",
+    "ttft_p99_ms": "p99_ttft_ms",
+    "tpot_p50_ms": "p50_tpot_ms",
+    "tpot_p99_ms": "p99_tpot_ms",
+    "e2e_p50_ms": "p50_e2el_ms",
+    "e2e_p99_ms": "p99_e2el_ms",
+    "completed": "completed",
+    "failed": "failed",
+    "shed": "shed",
+    "client_lag_p99_ms": "client_lag_p99_ms",
+}
+SATURATED = 0.9  # of an idle cluster's attainment
+PROBES_MAX = 8
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """How a cluster is started, and what a trace looks like on it."""
+
+    name: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    slos: dict[str, tuple[str, ...]]  # trace -> limits
+    scales: tuple[str, ...] = ()  # of lengths, for the load generator
+    first_scale: float = 0.25  # rate scale at which the search for saturation begins
+
+
+EMULATED = Cluster(
+    name="emulated16",
+    arguments=("--engine", "emulated", "--profile", "h20-8b", "--replicas", "16", "--no-train"),
+    environment={"COLLM_REPLICA_B_MAX": "256", "COLLM_REPLICA_KV_TOKENS": "1183578"},
+    slos={"code": ("e2el:500",), "conv": ("ttft:1000", "tpot:50")},
+    first_scale=1.0,
+)
+
+
+def cpu_cluster(model: str, replicas: int, limit_ms: float) -> Cluster:
+    """Real replicas; prompts and answers shortened so that the machine carries them."""
+    return Cluster(
+        name="cpu",
+        arguments=("--model", model, "--replicas", str(replicas), "--no-train"),
+        environment={"OMP_NUM_THREADS": "1"},
+        slos={trace: (f"e2el:{limit_ms:.0f}",) for trace in ("code", "conv")},
+        scales=("--prompt-scale", "0.05", "--output-scale", "0.25", "--max-output", "64"),
+    )
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of the plan."""
+
+    policy: str
+    trace: str
+    load: float
+    seed: int
+    shed: bool
+
+    @property
+    def label(self) -> str:
+        return f"{self.policy}{'+shed' if self.shed else ''}"
+
+
+class Bench:
+    """Starts the cluster anew for each run, so that no run inherits from another."""
+
+    def __init__(self, options: argparse.Namespace, cluster: Cluster) -> None:
+        self._o, self._cluster = options, cluster
+
+    def saturation(self, trace: str) -> float:
+        """Rate scale at which round robin saturates: doubling, then two halvings."""
+        scale = self._cluster.first_scale
+        idle = self._probe(trace, scale)
+        low, high = scale, 0.0
+        for _ in range(PROBES_MAX):
+            scale = (low + high) / 2 if high else low * 2
+            if self._probe(trace, scale) < SATURATED * idle:
+                high = scale
+            else:
+                low = scale
+            if high and high / low < 1.3:
+                break
+        return high or low
+
+    def _probe(self, trace: str, scale: float) -> float:
+        run = Run(policy="round_robin", trace=trace, load=0.0, seed=0, shed=False)
+        attainment = float(self.go(run, scale, self._o.probe_seconds)["slo_attainment"] or 0.0)
+        say(f"{self._cluster.name}/{trace} round_robin at scale {scale:.3g}: {attainment:.3f}")
+        return attainment
+
+    def go(self, run: Run, scale: float, seconds: float) -> dict[str, Any]:
+        """Start, replay, stop; the load generator's result."""
+        environment = dict(self._cluster.environment)
+        if run.shed:
+            environment["COLLM_DISPATCHER_POLICY_OPTIONS"] = '{"on_overload": "shed"}'
+        if run.policy == "peft" and self._cluster.name.startswith("emulated"):
+            environment["COLLM_REPLICA_BATCHING"] = "static"
+        arguments = [*self._cluster.arguments, "--policy", run.policy]
+        with running(arguments, environment) as stack:
+            command = [sys.executable, "-m", "loadgen", "--base-url", stack.url]
+            command += ["--trace", f"{run.trace}={self._trace(run.trace)}"]
+            command += ["--rate-scale", f"{scale:.5g}", "--duration", f"{seconds:g}"]
+            command += ["--seed", str(run.seed), "--ignore-eos", "--slo-headers", "--no-progress"]
+            command += ["--goodput", *self._cluster.slos[run.trace], *self._cluster.scales]
+            done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise StackError(f"load generator ended with {done.returncode}: {done.stderr[-2000:]}")
+        result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return result
+
+    def _trace(self, name: str) -> Path:
+        found = sorted(Path(self._o.data).glob(f"*{name}*.csv"))
+        if not found:
+            raise SystemExit(f"--data {self._o.data}: no CSV with {name!r} in its name")
+        return found[0]
+
+
+def plan(o: argparse.Namespace) -> list[Run]:
+    """Interleaved: seed by seed, load by load, all policies one after the other."""
+    runs = []
+    for seed, load, trace in itertools.product(range(o.seeds), o.loads, o.traces):
+        for policy, shed in itertools.product(o.policies, (False, True)):
+            if shed and (not o.with_shedding or policy not in ("collm", "shepherd")):
+                continue
+            runs.append(Run(policy=policy, trace=trace, load=load, seed=seed, shed=shed))
+    return runs
+
+
+def row(cluster: str, run: Run, result: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "cluster": cluster,
+        "policy": run.label,
+        "trace": run.trace,
+        "load": run.load,
+        "seed": run.seed,
+        **{key: result.get(source) for key, source in KEYS.items()},
+    }
+
+
+def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """collm's mean goodput over the best baseline's, for each cluster, trace and load.
+
+    Policies that refuse are compared with each other, those that don't likewise.
+    """
+    out: dict[str, float] = {}
+    cells = {(r["cluster"], r["trace"], r["load"]) for r in rows}
+    for (cluster, trace, load), shed in itertools.product(sorted(cells), ("", "+shed")):
+        mean: dict[str, float] = {}
+        for policy in {r["policy"] for r in rows if r["policy"].endswith("+shed") == bool(shed)}:
+            goods = [
+                r["goodput"]
+                for r in rows
+                if (r["cluster"], r["trace"], r["load"], r["policy"])
+                == (cluster, trace, load, policy)
+            ]
+            if goods:
+                mean[policy] = statistics.mean(goods)
+        own = mean.pop(f"collm{shed}", None)
+        best = max(mean.values(), default=0.0)
+        if own is not None and best > 0:
+            out[f"{cluster}/{trace}@{load:g}{shed}"] = round(own / best, 4)
+    return out
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def options() -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="python -m bench.policies", description=__doc__)
+    p.add_argument("--data", default="../shared/data/azure", help="folder of the Azure CSVs")
+    p.add_argument("--clusters", nargs="+", default=["emulated16", "cpu"])
+    p.add_argument("--policies", nargs="+", default=list(POLICIES))
+    p.add_argument("--traces", nargs="+", default=["code", "conv"])
+    p.add_argument("--loads", nargs="+", type=float, default=[1.0, 4.0])
+    p.add_argument("--seeds", type=int, default=1)
+    p.add_argument("--seconds", type=float, default=60.0, help="of arrivals in each run")
+    p.add_argument("--probe-seconds", type=float, default=30.0)
+    p.add_argument("--scale-at-4x", type=float, help="skip the search: rate scale of load 4x")
+    p.add_argument("--with-shedding", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--full", action="store_true", help="loads 1 to 4, five seeds")
+    p.add_argument("--model", default="SmolLM2-135M-Instruct", help="of the cpu cluster")
+    p.add_argument("--cpu-replicas", type=int, default=2)
+    p.add_argument("--cpu-limit-ms", type=float, default=5000.0)
+    o = p.parse_args()
+    if o.full:
+        o.loads, o.seeds = [1.0, 2.0, 3.0, 4.0], 5
+    return o
+
+
+def main() -> None:
+    o = options()
+    known = {
+        "emulated16": EMULATED,
+        "cpu": cpu_cluster(o.model, o.cpu_replicas, o.cpu_limit_ms),
+    }
+    rows: list[dict[str, Any]] = []
+    at_four: dict[str, float] = {}
+    for name in o.clusters:
+        bench = Bench(o, known[name])
+        for trace in o.traces:
+            found = o.scale_at_4x or 1.1 * bench.saturation(trace)
+            at_four[f"{name}/{trace}"] = round(found, 4)
+        for run in plan(o):
+            started = time.monotonic()
+            scale = at_four[f"{name}/{run.trace}"] * run.load / 4.0
+            rows.append(row(name, run, bench.go(run, scale, o.seconds)))
+            say(f"{rows[-1]} ({time.monotonic() - started:.0f} s)")
+    print(
+        json.dumps(
+            {
+                "bench": "policies",
+                "runs": rows,
+                "best_baseline_ratio": ratios(rows),
+                "rate_scale_at_4x": at_four,
+                "slos": {name: known[name].slos for name in o.clusters},
+                "seconds": o.seconds,
+            }
+        ),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
