@@ -125,7 +125,7 @@ class Supervisor:
             await self._end()
 
     async def _begin_all(self, why: str) -> None:
-        for replica, life in self._lives.items():
+        for replica, life in list(self._lives.items()):
             self._serving.discard(replica)
             await patiently(partial(life.begin, why), "the start")
 
@@ -158,7 +158,7 @@ class Supervisor:
             log.error("model not loaded within %.0f s", self._settings.load_timeout)
             self._inference.kill()
             return
-        for replica in self._lives:
+        for replica in list(self._lives):
             await self._open_one(replica)
 
     async def _open_one(self, replica: str) -> None:
@@ -278,7 +278,7 @@ class Supervisor:
     async def _drain(self) -> None:
         """Finish what was taken, within the time limit or until asked again to stop."""
         self._draining = True
-        for replica, life in self._lives.items():
+        for replica, life in list(self._lives.items()):
             self._blocks[replica].stopping = 1
             await self._quietly(life.move(State.DRAINING, "asked to stop"))
         self._inference.tell({"drain": list(self._lives)})
