@@ -74,20 +74,28 @@ class Window:
     def samples(self) -> list[Sample]:
         return [s for cell in self._cells.values() for s in cell]
 
-    def fit(self, now: float, others: Iterable[Window] = ()) -> Plane | None:
+    def fit(
+        self, now: float, others: Iterable[Window] = (), usual_y: float | None = None
+    ) -> Plane | None:
         """The plane through this window and those of replicas on the same hardware."""
         samples = self.samples()
         for other in others:
             samples += other.samples()
-        return fit(samples, now, self._half_life)
+        return fit(samples, now, self._half_life, usual_y)
 
 
-def fit(samples: Sequence[Sample], now: float, half_life: float = 600.0) -> Plane | None:
+def fit(
+    samples: Sequence[Sample],
+    now: float,
+    half_life: float = 600.0,
+    usual_y: float | None = None,
+) -> Plane | None:
     """Weighted least squares with slopes and intercept >= 0; None without samples.
 
     Outliers go by the median absolute deviation of the residuals, in two passes. A slope whose
-    variable took one value only is not identifiable: x takes the prior seconds / x, y as well
-    (algorithm: the prior T(B) / B, never 0), if that variable was ever above 0.
+    variable took one value only is not identifiable and takes the prior seconds / x or
+    seconds / y, never 0; if y was never above 0, ``usual_y`` stands for it: until it is seen, a
+    training batch of that size is taken to double an iteration.
     """
     if not samples:
         return None
@@ -103,6 +111,8 @@ def fit(samples: Sequence[Sample], now: float, half_life: float = 600.0) -> Plan
         keep = good
     single = _single(x[keep], t[keep], weight[keep])
     two = _design(x[keep], y[keep]) @ solution
+    if not seen_y and y[0] == 0 and usual_y is not None:
+        solution[1] = float(np.average(t[keep], weights=weight[keep])) / usual_y
     return Plane(
         slope_x=float(solution[0]),
         slope_y=float(solution[1]),

@@ -56,7 +56,7 @@ class CoordinatorService:
             registry=AdapterRegistry(redis, settings.data_dir),
             jobs=TrainingJobs(redis, sync),
             cluster=Cluster(redis),
-            telemetry=Telemetry(),
+            telemetry=Telemetry(settings.training.B0),
             meters=self._meters,
         )
         desk = Desk(context, acting)

@@ -39,7 +39,8 @@ class _Windows:
 class Telemetry:
     """Windows a replica; ``hardware`` says which replicas pool their samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, usual_B: int = 4) -> None:
+        self._usual_B = float(usual_B)  # stands for B while serving beside training is unseen
         self._windows: dict[str, _Windows] = {}
         self._hardware: dict[str, str] = {}
         self._progress: dict[str, Progress] = {}
@@ -98,8 +99,8 @@ class Telemetry:
             if name != replica and mine is not None and self._hardware.get(name) == mine
         ]
         return Planes(
-            decode=own.decode.fit(now, [w.decode for w in others]),
-            prefill=own.prefill.fit(now, [w.prefill for w in others]),
+            decode=own.decode.fit(now, [w.decode for w in others], self._usual_B),
+            prefill=own.prefill.fit(now, [w.prefill for w in others], self._usual_B),
             train=own.train.fit(now, [w.train for w in others]),
         )
 

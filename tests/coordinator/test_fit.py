@@ -80,6 +80,17 @@ def test_a_slope_that_was_not_observed_takes_the_prior_and_never_zero() -> None:
     assert not always_training.observed_y
 
 
+def test_training_that_was_never_seen_beside_decoding_is_not_taken_to_be_free() -> None:
+    samples = [Sample(0.0, b, 0, 0.1 + 0.01 * b) for b in (1, 2, 4)]
+    result = fit(samples, 0.0, usual_y=4)
+    assert result is not None
+    assert result.slope_y == pytest.approx(sum(s.seconds for s in samples) / 3 / 4)
+    assert result(2, 0) == pytest.approx(0.12)
+    seen = fit([*samples, Sample(0.0, 2, 4, 0.13)], 0.0, usual_y=4)
+    assert seen is not None
+    assert seen.slope_y == pytest.approx(0.0025, rel=0.05)
+
+
 def test_old_samples_fade() -> None:
     old = [Sample(0.0, b, 0, 0.1 * b) for b in (1, 2, 4)] * 10
     new = [Sample(6000.0, b, 0, 0.3 * b) for b in (1, 2, 4)] * 10
