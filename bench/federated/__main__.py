@@ -6,8 +6,8 @@ Parts (``--parts``, comma-separated):
               and the latency fit under load
   gloo        the same over a process group
   pairs       the coordinator against fixed (B, b) under load: Q-goodput and time to a target loss
-``--data`` holds ``code``, ``roleplay`` and ``tools`` as .jsonl: the clients' private data. Plots
-go to ``--out``; the last line of stdout is one JSON object.
+``--data`` holds ``code``, ``roleplay`` and ``tools`` as .jsonl: the clients' private data; without
+it simple chats are made up. Plots go to ``--out``; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.federated import lab, measures, plots
+from bench.federated import lab, made, measures, plots
 from bench.federated.system import Answered, System, closed_loop, open_loop, system
 from collm import models
 from shared import training_data
 from shared.rounds import STRATEGIES
 
-DOMAINS = ("code", "roleplay", "tools")
 PARTS = ("strategies", "system", "gloo", "pairs")
 
 
@@ -208,7 +207,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.federated", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="folder with code, roleplay, tools .jsonl")
+    add("--data", type=Path, help="folder with code, roleplay, tools .jsonl; none: made chats")
     add("--model", default="SmolLM2-135M-Instruct")
     add("--parts", default=",".join(PARTS))
     add("--out", type=Path, default=Path("bench-results"))
@@ -238,10 +237,17 @@ def main() -> None:
     chosen = o.parts.split(",")
     if unknown := set(chosen) - set(PARTS):
         raise SystemExit(f"unknown parts: {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
-    domains = {name: o.data / f"{name}.jsonl" for name in DOMAINS}
+    if o.data is None:
+        domains = made.write(o.out / "made-chats")
+    else:
+        domains = {name: o.data / f"{name}.jsonl" for name in made.DOMAINS}
     if missing := [str(p) for p in domains.values() if not p.exists()]:
         raise SystemExit(f"--data: no such files: {', '.join(missing)}")
-    result: dict[str, Any] = {"bench": "federated", "model": o.model}
+    result: dict[str, Any] = {
+        "bench": "federated",
+        "model": o.model,
+        "data": "made" if o.data is None else "given",
+    }
     todo = {"strategies": strategies, "system": whole_system, "gloo": over_group, "pairs": pairs}
     exchange: dict[str, Any] = {}
     for part in chosen:
