@@ -8,7 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 DOMAINS = ("code", "roleplay", "tools")
-_WORDS = "river stone lamp cloud bread paper green seven north glass apple night".split()
+_WORDS = [
+    "river",
+    "stone",
+    "lamp",
+    "cloud",
+    "bread",
+    "paper",
+    "green",
+    "seven",
+    "north",
+    "glass",
+    "apple",
+    "night",
+]
 
 
 def write(folder: Path, count: int = 400, seed: int = 0) -> dict[str, Path]:
