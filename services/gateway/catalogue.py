@@ -71,9 +71,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     adapters: Mapping[str, Adapter] = {}
     replicas: Mapping[str, Mapping[str, str]] = {}  # model -> replica -> state, live ones only
 
+    answering: frozenset[str] = frozenset()  # models with a replica that can answer
+
     def alive(self, model: str) -> bool:
         """Whether a replica of the model can answer or will without anybody's doing."""
-        return any(state in ANSWERING for state in self.replicas.get(model, {}).values())
+        return model in self.answering
 
 
 class Catalogue:
@@ -142,11 +144,13 @@ class Catalogue:
                 pipe.exists(names.replica_alive(name))
             found = await pipe.execute() if models or adapters or replicas else []
             served, unusable = await self._models(found[: len(models)])
+            live = _replicas(replicas, found[len(models) + len(adapters) :])
             self.now = Snapshot(
                 models=served,
                 unusable=unusable,
                 adapters=_adapters(found[len(models) : len(models) + len(adapters)]),
-                replicas=_replicas(replicas, found[len(models) + len(adapters) :]),
+                replicas=live,
+                answering=frozenset(m for m, r in live.items() if ANSWERING & set(r.values())),
             )
 
     async def _models(

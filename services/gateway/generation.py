@@ -80,7 +80,7 @@ class Generation:
         grammar = structured.grammar(request.response_format)
         target = await self.target(request.model, exchange.caller)
         special = request.add_special_tokens is not False
-        ids = await prompts.completion_prompts(request.prompt, target.model, special)
+        ids = await prompts.completion_prompts(request.prompt, target.model, special, len(body))
         limits = self._limits(target)
         members = []
         for prompt in ids:

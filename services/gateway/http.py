@@ -71,11 +71,26 @@ class Exchange:
         return receive
 
     async def _first(self, timeout: float) -> MutableMapping[str, Any]:
+        """The body's first part, nearly always there already: asyncio.timeout would cost more
+        than the rest of reading it."""
+        task = asyncio.current_task()
+        assert task is not None, "handlers run in tasks"
+        late = False
+
+        def expire() -> None:
+            nonlocal late
+            late = True
+            task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(timeout, expire)
         try:
-            async with asyncio.timeout(timeout):
-                message = await self.receive()
-        except TimeoutError:
-            raise _too_slow(timeout) from None
+            message = await self.receive()
+        except asyncio.CancelledError:
+            if late and task.uncancel() == 0:
+                raise _too_slow(timeout) from None
+            raise
+        finally:
+            timer.cancel()
         if message["type"] == "http.disconnect":
             raise ClientGone
         return message

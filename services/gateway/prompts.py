@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from services.gateway.catalogue import ServedModel
@@ -92,20 +91,27 @@ def _part(where: str, part: Any) -> str:
 
 
 async def completion_prompts(
-    prompt: Any, model: ServedModel, special: bool
+    prompt: Any, model: ServedModel, special: bool, size: int
 ) -> list[tuple[int, ...]]:
-    """Token ids of each prompt: a text, texts, token ids, or lists of them. Raises ApiError 400."""
-    found = []
-    for item in _split(prompt):
-        if isinstance(item, str):
-            encode = partial(model.tokenizer.encode, item, add_special_tokens=special)
-            ids = await _run(len(item), encode)
-            if not ids:
-                raise bad_value("prompt", "the prompt is empty")
-            found.append(tuple(ids))
-        else:
-            found.append(token_prompt(item, model.card.vocabulary))
-    return found
+    """Token ids of each prompt: a text, texts, token ids, or lists of them.
+
+    ``size`` = bytes of the body. Raises ApiError 400.
+    """
+    prompts = _split(prompt)
+
+    def work() -> list[tuple[int, ...]]:
+        return [_ids(item, model, special) for item in prompts]
+
+    return await _run(size, work)
+
+
+def _ids(prompt: str | list[int], model: ServedModel, special: bool) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        return token_prompt(prompt, model.card.vocabulary)
+    ids = model.tokenizer.encode(prompt, add_special_tokens=special)
+    if not ids:
+        raise bad_value("prompt", "the prompt is empty")
+    return tuple(ids)
 
 
 def _split(prompt: Any) -> list[str | list[int]]:

@@ -59,7 +59,10 @@ def add(app: FastAPI, gateway: Gateway, version: str) -> None:
             size = sum(len(str(m)) for m in asked.messages)
             ids = await prompts.chat_prompt(chat, model, size)
         else:
-            (ids,) = await prompts.completion_prompts(asked.prompt, model, asked.add_special_tokens)
+            text = asked.prompt or ""
+            (ids,) = await prompts.completion_prompts(
+                text, model, asked.add_special_tokens, len(text)
+            )
         answer = {"count": len(ids), "max_model_len": model.card.context, "tokens": ids}
         if asked.return_token_strs:
             answer["token_strs"] = [

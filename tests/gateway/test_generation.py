@@ -231,3 +231,45 @@ async def test_every_request_is_gone_from_the_books_and_the_reply_stream_is_trim
 
     await until(trimmed, "trimming")
     assert await redis.xlen(names.requests(MODEL)) == 0
+
+
+async def test_the_request_shapes_of_vllms_benchmark_are_answered(served: Served):
+    """Bodies as ``vllm bench serve`` sends them to both routes, nulls included."""
+    common = {
+        "model": MODEL,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.0,
+        "repetition_penalty": 1.0,
+        "ignore_eos": True,
+    }
+    content = [{"type": "text", "text": "Hello"}]
+    for path, body in (
+        ("/v1/completions", {"prompt": "Hello", "max_tokens": 8, "logprobs": None}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": content}], "max_completion_tokens": 8},
+        ),
+    ):
+        response = await served.http.post(path, json={**common, **body})
+        assert response.status_code == 200, response.text
+        frames = [line for line in response.text.split("\n\n") if line]
+        assert frames[-1] == "data: [DONE]"
+        usage = json.loads(frames[-2].removeprefix("data: "))
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == 8
+
+
+async def test_a_prompt_is_never_cut_by_what_the_tokenizers_file_says(start, tmp_path):
+    from tests import tiny
+
+    folder = tiny.write_config(tmp_path / "cut")
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["truncation"] = {
+        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    path.write_text(json.dumps(content))
+    async with start(models={MODEL: {"path": str(folder)}}) as served:
+        await served.openai.completions.create(model=MODEL, prompt="x" * 50)
+        assert len(served.answerer.seen[0].prompt) == 50
