@@ -26,6 +26,7 @@ from services.dispatcher.outbox import Outbox
 from services.dispatcher.policies.base import (
     Action,
     Completion,
+    Preempt,
     Promote,
     Release,
     ReplicaView,
@@ -307,8 +308,8 @@ class Active:
                 self._outbox.promote(action)
             case Suspend():
                 self._outbox.suspend(action)
-            case _:
-                raise TypeError(f"policy {desk.policy.name!r}: unknown action {action!r}")
+            case Preempt():
+                self._outbox.preempt(desk, action)
 
     def _arm(self, now: float) -> None:
         """Wake the loop when a policy wants it, at the latest after TURN_SECONDS."""

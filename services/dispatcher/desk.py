@@ -13,7 +13,8 @@ import msgspec
 from services.dispatcher.demand_meter import DemandMeter
 from services.dispatcher.entries import Entry, id_of
 from services.dispatcher.policies.base import Completion, Policy, ReplicaView, Request
-from shared.messages import Failed
+from services.dispatcher.recalls import Outcome, Recalls, outcome_of
+from shared.messages import Failed, Lost
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +28,10 @@ class Flight(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A queued request that ends here; ``failed`` None: nobody waits for it."""
+    """A queued request that ends here; ``reply`` None: nobody waits for it."""
 
     entry: Entry
-    failed: Failed | None
+    reply: Failed | Lost | None
 
 
 class Desk:
@@ -44,6 +45,7 @@ class Desk:
         self.flying: dict[str, Flight] = {}
         self._keys: dict[str, set[str]] = {}  # request id -> keys of its attempts
         self.replicas: dict[str, ReplicaView] = {}
+        self._recalls = Recalls()
         self.refusals: list[Refusal] = []
         self.cancels: list[tuple[str, str]] = []  # (replica, request id) to forward
 
@@ -51,6 +53,9 @@ class Desk:
 
     def arrive(self, entry: Entry, now: float) -> None:
         """A request was read (or claimed from an earlier dispatcher)."""
+        if entry.taken_from:
+            self._copy_came(entry, now)
+            return
         if entry.key in self.waiting or entry.key in self.flying:
             self.refusals.append(Refusal(entry, None))  # a second copy: one of them is enough
             log.warning("request %s came twice: the second copy is dropped", entry.key)
@@ -64,10 +69,13 @@ class Desk:
             why = f"the queue of {self.model!r} is full ({self._queue_max} requests)"
             self.refuse(entry, 503, "server_is_overloaded", why, retry_after=1.0)
         else:
-            self.waiting[entry.key] = entry
-            self._keys.setdefault(entry.id, set()).add(entry.key)
             self.demand.arrived(entry.request, now)
-            self.policy.on_arrival(entry.request, now)
+            self._queue(entry, now)
+
+    def _queue(self, entry: Entry, now: float) -> None:
+        self.waiting[entry.key] = entry
+        self._keys.setdefault(entry.id, set()).add(entry.key)
+        self.policy.on_arrival(entry.request, now)
 
     def _supersede(self, key: str, entry: Entry, now: float) -> None:
         """An older attempt is still here: its gateway has given it up."""
@@ -158,7 +166,49 @@ class Desk:
         self._forget(completion.id)
         self.demand.answered(completion.output_tokens)
         self.policy.on_completion(completion, now)
+        if completion.id in self._recalls:
+            self._recall_ended(completion.id, outcome_of(completion), now)
         return flight
+
+    # ------------------------------------------------------------ preemption
+
+    def recall(self, keys: Iterable[str], replica: str) -> list[Entry]:
+        """The policy takes requests back from a replica: those that are in flight there."""
+        entries = []
+        for key in keys:
+            flight = self.flying.get(key)
+            if flight is not None and flight.replica == replica and key not in self._recalls:
+                self._recalls.begin(key)
+                entries.append(flight.entry)
+        return entries
+
+    def _copy_came(self, entry: Entry, now: float) -> None:
+        """A copy that was queued when its request was taken back."""
+        key = entry.key
+        if key not in self._recalls:  # by an earlier dispatcher
+            if key not in self.flying:
+                self._resolve(entry, Outcome.LOST, now)
+                return
+            self.cancels.append((self.flying[key].replica, entry.id))
+        outcome = self._recalls.copy_came(entry)
+        if outcome is not None:
+            self._resolve(entry, outcome, now)
+
+    def _recall_ended(self, key: str, outcome: Outcome, now: float) -> None:
+        entry = self._recalls.ended(key, outcome)
+        if entry is not None:
+            self._resolve(entry, outcome, now)
+
+    def _resolve(self, entry: Entry, outcome: Outcome, now: float) -> None:
+        if outcome is Outcome.QUEUE:
+            self._queue(entry, now)
+        elif outcome is Outcome.DROP:
+            self.refusals.append(Refusal(entry, None))
+        else:
+            lost = Lost(id=entry.id, attempt=entry.attempt, replica=entry.taken_from)
+            self.refusals.append(Refusal(entry, lost))
+
+    # ------------------------------------------------------------ corrections
 
     def reconcile(self, replica: str, present: set[str], asked: float, now: float) -> int:
         """Compare with a replica's stream as it was at ``asked``; returns how many had left."""
@@ -168,7 +218,7 @@ class Desk:
             if flight.replica == replica and flight.released < asked and key not in present
         ]
         for key in gone:
-            self.finish(_ended(key, replica, "cancelled"), now)
+            self.finish(_ended(key, replica, "lost"), now)
         return len(gone)
 
     def cancel(self, request_id: str, now: float) -> None:
@@ -181,6 +231,8 @@ class Desk:
                 self.refusals.append(Refusal(entry, None))
             elif (flight := self.flying.get(key)) is not None:
                 self.cancels.append((flight.replica, request_id))
+                if key in self._recalls:
+                    self._recall_ended(key, Outcome.DROP, now)
 
     def drop_gateway(self, gateway: str, now: float) -> None:
         """Nobody waits for the requests of this gateway any more."""
@@ -223,6 +275,8 @@ class Desk:
         for key in [k for k, f in self.flying.items() if f.replica == replica]:
             del self.flying[key]
             self._forget(key)
+            if key in self._recalls:  # its gateway is told by the one who buries the replica
+                self._recall_ended(key, Outcome.DROP, now)
 
     def restore(self, replica: str, entries: list[Entry], released: float, now: float) -> None:
         """After a restart: these lie in the replica's stream already."""

@@ -13,12 +13,22 @@ from redis.asyncio import Redis
 from services.dispatcher.counters import Counters
 from services.dispatcher.desk import Desk, Refusal
 from services.dispatcher.entries import Entry
-from services.dispatcher.policies.base import Promote, Release, Suspend
-from services.dispatcher.scripts import ANSWER, RELEASE, Call, run
+from services.dispatcher.policies.base import Preempt, Promote, Release, Suspend
+from services.dispatcher.scripts import ANSWER, RELEASE, TAKE_BACK, Call, run
 from shared import names
 from shared.clock import Now
+from shared.entries import request_values
 from shared.lease import Lease
-from shared.messages import BODY, Batch, Cancel, SuspendTraining, encode
+from shared.messages import (
+    BODY,
+    Batch,
+    Cancel,
+    Failed,
+    Generate,
+    SuspendTraining,
+    decode,
+    encode,
+)
 from shared.replica_state import Refused, State, move
 
 log = logging.getLogger(__name__)
@@ -46,6 +56,7 @@ class Outbox:
         self._redis, self._lease, self._clock = redis, lease, clock
         self._counters, self._kept = counters, decisions_kept
         self._sendings: list[Sending] = []
+        self._recalls: list[Call] = []
         self._promotions: list[Promote] = []
         self._suspensions: list[Suspend] = []
         self._count = 0
@@ -76,6 +87,25 @@ class Outbox:
             )
         )
 
+    def preempt(self, desk: Desk, action: Preempt) -> None:
+        """Queue copies of the requests again and tell the replica to cancel them."""
+        for entry in desk.recall(action.requests, action.replica):
+            values = request_values(decode(entry.body, Generate))
+            self._recalls.append(
+                Call(
+                    TAKE_BACK,
+                    (
+                        self._lease.fence_key,
+                        names.requests(desk.model),
+                        names.control(action.replica),
+                    ),
+                    (
+                        *(self._lease.token, entry.id, encode(Cancel(id=entry.id))),
+                        *("taken_from", action.replica, *values),
+                    ),
+                )
+            )
+
     def promote(self, action: Promote) -> None:
         self._promotions.append(action)
 
@@ -88,6 +118,7 @@ class Outbox:
         refusals = [(desk, r) for desk in desks for r in _drain(desk.refusals)]
         calls = [self._call(s) for s in sendings]
         calls += [self._answer(desk, refusal) for desk, refusal in refusals]
+        calls += _drain(self._recalls)
         if calls:
             results = await run(self._redis, calls)
             for sending, result in zip(sendings, results, strict=False):
@@ -119,11 +150,11 @@ class Outbox:
         )
 
     def _answer(self, desk: Desk, refusal: Refusal) -> Call:
-        entry, failed = refusal.entry, refusal.failed
-        if failed is None:
-            self._counters.cancelled.labels(desk.model).inc()
+        entry, reply = refusal.entry, refusal.reply
+        if isinstance(reply, Failed):
+            self._counters.refused.labels(desk.model, reply.code).inc()
         else:
-            self._counters.refused.labels(desk.model, failed.code).inc()
+            self._counters.cancelled.labels(desk.model).inc()
         return Call(
             ANSWER,
             (
@@ -136,7 +167,7 @@ class Outbox:
                 self._lease.token,
                 names.GROUP_DISPATCHER,
                 entry.stream_id,
-                b"" if failed is None else encode(failed),
+                b"" if reply is None else encode(reply),
             ),
         )
 

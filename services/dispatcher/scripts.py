@@ -78,6 +78,14 @@ end
 return 1
 """)
 
+# Queue a copy of a request in flight and have the replica cancel it.
+# KEYS: fence, requests, control. ARGV: token, request id, Cancel, field, value, field, value…
+TAKE_BACK = Script.of("""
+redis.call('XADD', KEYS[2], '*', unpack(ARGV, 4))
+redis.call('XADD', KEYS[3], '*', 'kind', 'cancel', 'id', ARGV[2], 'body', ARGV[3])
+return 1
+""")
+
 # Take an unfinished batch from a replica that is gone.
 # KEYS: fence, batches, then for each member its replies stream and its gateway's heartbeat.
 # ARGV: token, group, entry id, then one Lost a member.

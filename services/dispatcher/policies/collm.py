@@ -278,6 +278,7 @@ class Collm:
         """
         best, least = None, INFINITY
         epsilon, safety, active = self._epsilon, self._safety, self.macro.active
+        overload = self._price > 0
         bound, adapter, need, plain = w.bound, w.request.adapter, w.kv, w.plain
         for lane in lanes:
             view, flight = lane.view, len(lane.flight)
@@ -285,7 +286,8 @@ class Collm:
                 continue
             first, end, delay = lane.predict(w, now)
             if bound:
-                margin = epsilon + safety * (end - now)
+                # An empty replica may try what is tight: nobody is hurt by it.
+                margin = epsilon + safety * (end - now) if flight or overload else 0.0
                 if end + margin > w.due if plain else not w.met(first, end, margin):
                     continue
             if flight and delay * (1 + safety) + epsilon > lane.slack():
@@ -342,7 +344,7 @@ class Collm:
                 continue
             if not lane.room(w.kv) or lane.slack() < lane.predict(w, 0.0)[2] + self._epsilon:
                 continue
-            score = len(lane.flight) - (100 if is_used else 0)
+            score = len(lane.flight)
             if score < least:
                 best, least = lane, score
         return best
