@@ -64,6 +64,25 @@ EMULATED = Cluster(
 )
 
 
+def slowed(cluster: Cluster, factor: float) -> Cluster:
+    """The emulated cluster in slow motion."""
+    if factor == 1.0:
+        return cluster
+    slos = {trace: tuple(_times(limit, factor) for limit in v) for trace, v in cluster.slos.items()}
+    scale = {"COLLM_REPLICA_TIME_SCALE": f"{1 / factor:g}"}
+    return msgspec.structs.replace(
+        cluster,
+        slos=slos,
+        environment=cluster.environment | scale,
+        first_scale=cluster.first_scale / factor,
+    )
+
+
+def _times(limit: str, factor: float) -> str:
+    name, _, milliseconds = limit.partition(":")
+    return f"{name}:{float(milliseconds) * factor:g}"
+
+
 def cpu_cluster(model: str, replicas: int, limit_ms: float) -> Cluster:
     """Real replicas; prompts and answers shortened so that the machine carries them."""
     return Cluster(
@@ -206,6 +225,13 @@ def options() -> argparse.Namespace:
     p.add_argument("--probe-seconds", type=float, default=30.0)
     p.add_argument("--scale-at-4x", type=float, help="skip the search: rate scale of load 4x")
     p.add_argument("--with-shedding", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument(
+        "--slow",
+        type=float,
+        default=1.0,
+        help="emulated replicas in slow motion, limits and gaps stretched alike: for a machine "
+        "that cannot carry them in real time",
+    )
     p.add_argument("--full", action="store_true", help="loads 1 to 4, five seeds")
     p.add_argument("--model", default="SmolLM2-135M-Instruct", help="of the cpu cluster")
     p.add_argument("--cpu-replicas", type=int, default=2)
@@ -219,7 +245,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     o = options()
     known = {
-        "emulated16": EMULATED,
+        "emulated16": slowed(EMULATED, o.slow),
         "cpu": cpu_cluster(o.model, o.cpu_replicas, o.cpu_limit_ms),
     }
     rows: list[dict[str, Any]] = []
@@ -243,6 +269,7 @@ def main() -> None:
                 "rate_scale_at_4x": at_four,
                 "slos": {name: known[name].slos for name in o.clusters},
                 "seconds": o.seconds,
+                "slow_motion": o.slow,
             }
         ),
         flush=True,

@@ -62,7 +62,23 @@ def test_lengths_follow_what_was_asked_and_answered() -> None:
     meter = DemandMeter()
     for _ in range(400):
         meter.arrived(request(1000.0, prompt=300), 1000.0)
-        meter.answered(20)
+        meter.answered(request(1000.0), 20)
     found = meter.summary(1001.0)
     assert found.prompt == pytest.approx(300)
     assert found.output == pytest.approx(20, rel=0.05)
+
+
+def test_lengths_under_the_strictest_limit_are_told_apart_from_the_mean() -> None:
+    """Short answers with a tight limit beside long ones without: the mean of both under that
+    limit looked impossible to serve, and the cluster never trained."""
+    meter = DemandMeter()
+    for i in range(400):
+        tight, loose = request(1000.0 + i / 100, 0.5, prompt=50), request(1000.0, prompt=900)
+        for asked, tokens in ((tight, 10), (loose, 200)):
+            meter.arrived(asked, 1000.0 + i / 100)
+            meter.answered(asked, tokens)
+    found = meter.summary(1005.0)
+    assert found.slo == pytest.approx(0.5)
+    assert found.limited_prompt == pytest.approx(50)
+    assert found.limited_output == pytest.approx(10)
+    assert found.output > 50
