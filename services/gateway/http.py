@@ -146,7 +146,8 @@ class Exchange:
         close = (b"connection", b"close")
         await self.start(error.status, [JSON, length, close, *error.headers()])
         await self.write(body)
-        await self._linger()
+        if error.status == 413:
+            await self._linger()
         await self.write(b"", more=False)
 
     async def _linger(self) -> None:

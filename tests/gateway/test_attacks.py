@@ -41,32 +41,32 @@ async def alive(served: Served):
     assert (await served.chat()).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"GET /health HTTP/1.1\r\n" + b"X-Many: 12345678\r\n" * 5000 + b"\r\n",
-        b"GET /health HTTP/1.1\r\nX-Long: " + b"a" * 100_000 + b"\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nX-Endless: " + b"a" * 100_000,
-        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
-    ],
-)
-async def test_headers_over_the_limit_are_431(alive: Served, head):
-    error_of(await raw(alive, head), 431)
+CASES_HEADERS_OVER_THE_LIMIT_ARE_4 = [
+    b"GET /health HTTP/1.1\r\n" + b"X-Many: 12345678\r\n" * 5000 + b"\r\n",
+    b"GET /health HTTP/1.1\r\nX-Long: " + b"a" * 100_000 + b"\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nX-Endless: " + b"a" * 100_000,
+    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+]
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"nonsense\r\n\r\n",
-        b"GET /%ff HTTP/1.1\r\nContent-Length: abc\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    ],
-)
-async def test_what_is_no_http_is_400_in_the_usual_shape(alive: Served, data):
-    error_of(await raw(alive, data), 400)
+async def test_headers_over_the_limit_are_431(alive: Served):
+    for head in CASES_HEADERS_OVER_THE_LIMIT_ARE_4:
+        error_of(await raw(alive, head), 431)
+
+
+CASES_WHAT_IS_NO_HTTP_IS_400_IN_TH = [
+    b"nonsense\r\n\r\n",
+    b"GET /%ff HTTP/1.1\r\nContent-Length: abc\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
+    b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+    b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+]
+
+
+async def test_what_is_no_http_is_400_in_the_usual_shape(alive: Served):
+    for data in CASES_WHAT_IS_NO_HTTP_IS_400_IN_TH:
+        error_of(await raw(alive, data), 400)
 
 
 async def test_a_client_that_never_ends_its_headers_is_cut_off(alive: Served, monkeypatch):
@@ -117,21 +117,21 @@ async def test_template_variables_of_our_own_cannot_be_replaced(alive: Served):
         assert response.json()["error"]["param"] == "chat_template_kwargs"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/v1/files/..%2f..%2fetc%2fpasswd",
-        "/v1/files/file-..%2f..%2fx",
-        "/v1/files/file-x/content/../../..",
-        "/v1/fine_tuning/jobs/ftjob-:x/events",
-        "/v1/models/..%2f..%2fetc%2fpasswd",
-        "/v1/models/%00",
-        "/%2e%2e/%2e%2e/etc/passwd",
-    ],
-)
-async def test_paths_lead_nowhere(alive: Served, path):
-    answer = await raw(alive, f"GET {path} HTTP/1.1\r\nConnection: close\r\n\r\n".encode())
-    error_of(answer, 404)
+CASES_PATHS_LEAD_NOWHERE = [
+    "/v1/files/..%2f..%2fetc%2fpasswd",
+    "/v1/files/file-..%2f..%2fx",
+    "/v1/files/file-x/content/../../..",
+    "/v1/fine_tuning/jobs/ftjob-:x/events",
+    "/v1/models/..%2f..%2fetc%2fpasswd",
+    "/v1/models/%00",
+    "/%2e%2e/%2e%2e/etc/passwd",
+]
+
+
+async def test_paths_lead_nowhere(alive: Served):
+    for path in CASES_PATHS_LEAD_NOWHERE:
+        answer = await raw(alive, f"GET {path} HTTP/1.1\r\nConnection: close\r\n\r\n".encode())
+        error_of(answer, 404)
 
 
 async def test_many_unknown_models_do_not_make_redis_busy(alive: Served, redis):
@@ -141,9 +141,9 @@ async def test_many_unknown_models_do_not_make_redis_busy(alive: Served, redis):
         return int((await redis.info("commandstats"))["cmdstat_smembers"]["calls"])
 
     before = await asked()
-    answers = await asyncio.gather(*[alive.chat(model=f"none-{i}") for i in range(300)])
+    answers = await asyncio.gather(*[alive.chat(model=f"none-{i}") for i in range(60)])
     assert {a.status_code for a in answers} == {404}
-    assert await asked() - before < 300
+    assert await asked() - before < 60
 
 
 async def test_no_answer_tells_what_software_answers(alive: Served):

@@ -80,27 +80,27 @@ async def test_bad_chat_parameters_are_refused_by_name(quiet: Served):
         assert error["param"] == param, (body, error)
 
 
-@pytest.mark.parametrize(
-    ("changes", "param"),
-    [
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt"),
-        ({"prompt": {"a": 1}}, "prompt"),
-        ({"prompt": [5, 100000]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": [True]}, "prompt"),
-        ({"suffix": "x"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
-        ({"messages": HELLO}, "messages"),
-    ],
-)
-async def test_bad_completion_parameters_are_refused_by_name(quiet: Served, changes, param):
-    body = {"model": MODEL, "prompt": "x", **changes}
-    response = await quiet.http.post("/v1/completions", json=body)
-    assert response.status_code == 400
-    assert check_shape(response)["param"] == param
+CASES_BAD_COMPLETION_PARAMETERS_AR = [
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": [5, 100000]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"suffix": "x"}, "suffix"),
+    ({"best_of": 3}, "best_of"),
+    ({"messages": HELLO}, "messages"),
+]
+
+
+async def test_bad_completion_parameters_are_refused_by_name(quiet: Served):
+    for changes, param in CASES_BAD_COMPLETION_PARAMETERS_AR:
+        body = {"model": MODEL, "prompt": "x", **changes}
+        response = await quiet.http.post("/v1/completions", json=body)
+        assert response.status_code == 400
+        assert check_shape(response)["param"] == param
 
 
 async def test_parameters_that_change_nothing_are_accepted(served: Served):
@@ -122,26 +122,26 @@ async def test_parameters_that_change_nothing_are_accepted(served: Served):
     assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        b"{",
-        b"nonsense",
-        b"[]",
-        b"null",
-        b'"text"',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "\xff\xfe"}]}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": NaN}]}',
-        b'{"model": "tiny", "messages": ' + b"[" * 100_000,
-        b'{"model": "tiny", "metadata": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
-    ],
-)
-async def test_a_body_that_is_no_json_object_is_refused(quiet: Served, raw):
-    response = await quiet.http.post("/v1/chat/completions", content=raw)
-    assert response.status_code == 400
-    check_shape(response)
+CASES_A_BODY_THAT_IS_NO_JSON_OBJEC = [
+    b"",
+    b"{",
+    b"nonsense",
+    b"[]",
+    b"null",
+    b'"text"',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": NaN}]}',
+    b'{"model": "tiny", "messages": ' + b"[" * 100_000,
+    b'{"model": "tiny", "metadata": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+]
+
+
+async def test_a_body_that_is_no_json_object_is_refused(quiet: Served):
+    for raw in CASES_A_BODY_THAT_IS_NO_JSON_OBJEC:
+        response = await quiet.http.post("/v1/chat/completions", content=raw)
+        assert response.status_code == 400
+        check_shape(response)
 
 
 async def test_an_unknown_model_is_404_and_never_answered_by_another(quiet: Served):
@@ -274,13 +274,16 @@ async def test_the_clients_request_id_comes_back_and_two_equal_ones_do_not_clash
     assert answer.headers["x-request-id"] != "a b\tc"
 
 
-@pytest.mark.parametrize("value", ["-1", "0", "abc", "nan", "inf", ""])
-async def test_a_bad_slo_header_is_refused_by_name(quiet: Served, value):
-    response = await quiet.http.post(
-        "/v1/chat/completions", json=CHAT, headers={"x-slo-ttft-ms": value}
-    )
-    assert response.status_code == 400
-    assert check_shape(response)["param"] == "x-slo-ttft-ms"
+CASES_A_BAD_SLO_HEADER_IS_REFUSED = ["-1", "0", "abc", "nan", "inf", ""]
+
+
+async def test_a_bad_slo_header_is_refused_by_name(quiet: Served):
+    for value in CASES_A_BAD_SLO_HEADER_IS_REFUSED:
+        response = await quiet.http.post(
+            "/v1/chat/completions", json=CHAT, headers={"x-slo-ttft-ms": value}
+        )
+        assert response.status_code == 400
+        assert check_shape(response)["param"] == "x-slo-ttft-ms"
 
 
 async def test_models_show_base_adapters_and_emulation(start, redis, tiny_folder):

@@ -246,32 +246,32 @@ async def test_pause_and_resume_reach_the_session_also_one_that_opens_later(tuni
     assert not (await sessions.wishes(redis, "s1")).pause
 
 
-@pytest.mark.parametrize(
-    ("changes", "status", "param"),
-    [
-        ({"model": "nothing"}, 404, "model"),
-        ({"training_file": "file-nothing"}, 400, "training_file"),
-        ({"training_file": "../../etc/passwd"}, 400, "training_file"),
-        ({"validation_file": "file-nothing"}, 400, "validation_file"),
-        ({"suffix": ""}, 400, "suffix"),
-        ({"suffix": "x" * 65}, 400, "suffix"),
-        ({"seed": -1}, 400, "seed"),
-        ({"hyperparameters": {"n_epochs": 0}}, 400, "hyperparameters"),
-        ({"hyperparameters": {"batch_size": 1000}}, 400, "hyperparameters"),
-        ({"method": {"type": "dpo"}}, 400, "method"),
-        ({"metadata": {"strategy": "magic"}}, 400, "metadata"),
-        ({"metadata": {"rank": "many"}}, 400, "metadata"),
-        ({"metadata": {"shard": "0"}}, 400, "metadata"),
-        ({"integrations": [{"type": "wandb"}]}, 400, "integrations"),
-        ({"unknown": 1}, 400, "unknown"),
-    ],
-)
-async def test_bad_jobs_are_refused_by_name(tuning, changes, status, param):
-    file = await upload(tuning)
-    body = {"model": MODEL, "training_file": file.id, **changes}
-    response = await tuning.http.post("/v1/fine_tuning/jobs", json=body)
-    assert response.status_code == status
-    assert response.json()["error"]["param"] == param
+CASES_BAD_JOBS_ARE_REFUSED_BY_NAME = [
+    ({"model": "nothing"}, 404, "model"),
+    ({"training_file": "file-nothing"}, 400, "training_file"),
+    ({"training_file": "../../etc/passwd"}, 400, "training_file"),
+    ({"validation_file": "file-nothing"}, 400, "validation_file"),
+    ({"suffix": ""}, 400, "suffix"),
+    ({"suffix": "x" * 65}, 400, "suffix"),
+    ({"seed": -1}, 400, "seed"),
+    ({"hyperparameters": {"n_epochs": 0}}, 400, "hyperparameters"),
+    ({"hyperparameters": {"batch_size": 1000}}, 400, "hyperparameters"),
+    ({"method": {"type": "dpo"}}, 400, "method"),
+    ({"metadata": {"strategy": "magic"}}, 400, "metadata"),
+    ({"metadata": {"rank": "many"}}, 400, "metadata"),
+    ({"metadata": {"shard": "0"}}, 400, "metadata"),
+    ({"integrations": [{"type": "wandb"}]}, 400, "integrations"),
+    ({"unknown": 1}, 400, "unknown"),
+]
+
+
+async def test_bad_jobs_are_refused_by_name(tuning):
+    for changes, status, param in CASES_BAD_JOBS_ARE_REFUSED_BY_NAME:
+        file = await upload(tuning)
+        body = {"model": MODEL, "training_file": file.id, **changes}
+        response = await tuning.http.post("/v1/fine_tuning/jobs", json=body)
+        assert response.status_code == status
+        assert response.json()["error"]["param"] == param
 
 
 async def test_files_and_jobs_of_another_tenant_do_not_exist(start, redis, tmp_path):

@@ -79,23 +79,23 @@ async def test_a_response_format_reaches_the_engine_as_a_schema(served: Served):
     assert bound == schema
 
 
-@pytest.mark.parametrize(
-    "response_format",
-    [
-        {"type": "xml"},
-        {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "objekt"}}},
-        {
-            "type": "json_schema",
-            "json_schema": {"name": "s", "schema": {"$ref": "http://other/schema"}},
-        },
-        {},
-    ],
-)
-async def test_a_bad_response_format_is_refused_by_name(served: Served, response_format):
-    response = await served.chat(response_format=response_format)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "response_format"
+CASES_A_BAD_RESPONSE_FORMAT_IS_REF = [
+    {"type": "xml"},
+    {"type": "json_schema"},
+    {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "objekt"}}},
+    {
+        "type": "json_schema",
+        "json_schema": {"name": "s", "schema": {"$ref": "http://other/schema"}},
+    },
+    {},
+]
+
+
+async def test_a_bad_response_format_is_refused_by_name(served: Served):
+    for response_format in CASES_A_BAD_RESPONSE_FORMAT_IS_REF:
+        response = await served.chat(response_format=response_format)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "response_format"
 
 
 async def test_tools_are_refused_by_name_where_the_template_has_no_place(served: Served):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.gateway.conftest import MODEL, Served
 
 
@@ -24,22 +22,22 @@ async def test_a_chat_is_tokenized_as_it_would_be_asked(served: Served):
     assert tuple(response.json()["tokens"]) == served.answerer.seen[0].prompt
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status"),
-    [
-        ("/tokenize", {"model": MODEL}, 400),
-        ("/tokenize", {"model": MODEL, "prompt": "a", "messages": []}, 400),
-        ("/tokenize", {"model": "x", "prompt": "a"}, 404),
-        ("/detokenize", {"model": MODEL, "tokens": [99999]}, 400),
-        ("/detokenize", {"model": MODEL, "tokens": ["a"]}, 400),
-        ("/v1/embeddings", {"model": MODEL, "input": "x"}, 404),
-        ("/v1/responses", {"model": MODEL, "input": "x"}, 404),
-    ],
-)
-async def test_what_cannot_be_done_is_refused_in_the_usual_shape(served, path, body, status):
-    response = await served.http.post(path, json=body)
-    assert response.status_code == status
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+CASES_WHAT_CANNOT_BE_DONE_IS_REFUS = [
+    ("/tokenize", {"model": MODEL}, 400),
+    ("/tokenize", {"model": MODEL, "prompt": "a", "messages": []}, 400),
+    ("/tokenize", {"model": "x", "prompt": "a"}, 404),
+    ("/detokenize", {"model": MODEL, "tokens": [99999]}, 400),
+    ("/detokenize", {"model": MODEL, "tokens": ["a"]}, 400),
+    ("/v1/embeddings", {"model": MODEL, "input": "x"}, 404),
+    ("/v1/responses", {"model": MODEL, "input": "x"}, 404),
+]
+
+
+async def test_what_cannot_be_done_is_refused_in_the_usual_shape(served):
+    for path, body, status in CASES_WHAT_CANNOT_BE_DONE_IS_REFUS:
+        response = await served.http.post(path, json=body)
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
 async def test_the_version_is_told(served: Served):
