@@ -82,6 +82,7 @@ fuzz: $(STAMP) ## random bytes into every decoder, stream and route: EXAMPLES=10
 generate: $(STAMP) ## what is written from the code: configuration page, Grafana dashboards
 	$(BIN)/python -m tools.configuration
 	$(BIN)/python -m tools.dashboards
+	$(BIN)/python -m tools.metrics
 
 docs: $(STAMP) ## the documentation as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -78,23 +78,23 @@ REPLICAS = (
     Panel(
         "Requests running",
         "short",
-        (("{{replica}}", 'collm_num_requests_running{job="replica"}'),),
+        (("{{engine}}", 'collm_num_requests_running{job="replica"}'),),
     ),
     Panel(
         "Requests without KV memory",
         "short",
-        (("{{replica}}", 'collm_num_requests_waiting{job="replica"}'),),
+        (("{{engine}}", 'collm_num_requests_waiting{job="replica"}'),),
     ),
     Panel(
         "KV memory used",
         "percentunit",
-        (("{{replica}}", 'collm_kv_cache_usage_perc{job="replica"}'),),
+        (("{{engine}}", 'collm_kv_cache_usage_perc{job="replica"}'),),
     ),
     Panel("Engine step", "s", _quantiles("collm_step_seconds", "replica")),
     Panel(
         "Tokens/s of each replica",
         "short",
-        (("{{replica}}", _rate("collm_generation_tokens_total", "replica", "replica")),),
+        (("{{engine}}", _rate("collm_generation_tokens_total", "engine", "replica")),),
     ),
     Panel(
         "Adapters loaded",

@@ -14,7 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tools import configuration, dashboards, dependencies, lock
+from tools import configuration, dashboards, dependencies, lock, metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -25,6 +25,10 @@ PATH = re.compile(
 
 def test_the_configuration_page_is_what_the_settings_say() -> None:
     assert configuration.TARGET.read_text() == configuration.text(), "run: make generate"
+
+
+def test_the_metrics_page_is_what_the_collectors_say() -> None:
+    assert metrics.TARGET.read_text() == metrics.text(), "run: make generate"
 
 
 @pytest.mark.parametrize("uid", dashboards.DASHBOARDS)
