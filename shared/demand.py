@@ -23,6 +23,8 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
     output: float = 0.0  # expected output tokens
     slo: float | None = None  # tau of the strictest stream with load
     tpot: float | None = None
+    limited_prompt: float = 0.0  # mean lengths of the requests under that tau; 0: as of all
+    limited_output: float = 0.0
     wait_p95: float = 0.0  # q-hat: p95 of the wait of released requests
     overhead: float = 0.0  # epsilon: control overhead p99
 

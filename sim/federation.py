@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from services.coordinator import search
 from services.coordinator.search import Demand
+from services.dispatcher.demand_meter import DemandMeter
 from services.launcher.core import (
     Back,
     Decision,
@@ -38,8 +39,7 @@ class Federation:
         self._world, self._options = world, options
         self._launcher = Launcher(options.launcher)
         self._arrivals = 0
-        self._rate = self._prompt = self._output = 0.0
-        self._slo: float | None = None
+        self._meter = DemandMeter()
         self._finished: dict[str, int] = {}
         self._busy: dict[str, float] = {}
         self.rounds = Rounds(world, options, curve, self.demand)
@@ -49,24 +49,24 @@ class Federation:
 
     def arrived(self, job: Job) -> None:
         self._arrivals += 1
-        deadline = job.request.deadline
-        if deadline is not None:
-            self._slo = deadline - job.request.arrival
+        self._meter.arrived(job.request, self._world.kernel.now)
 
     def finished(self, job: Job, replica: str) -> None:
         self._finished[replica] = self._finished.get(replica, 0) + 1
-        weight = 0.02 if self._prompt else 1.0
-        self._prompt += weight * (job.request.prompt_tokens - self._prompt)
-        self._output += weight * (job.output - self._output)
+        self._meter.answered(job.request, job.output)
 
     def demand(self) -> Demand:
-        """What the coordinator is told of the load."""
+        """What the dispatcher tells the coordinator of the load."""
+        said = self._meter.summary(self._world.kernel.now)
         return Demand(
-            rate=self._rate,
-            prompt=self._prompt or 128.0,
-            output=self._output or 128.0,
-            budget=self._slo,
-            slo=self._slo,
+            rate=said.rate,
+            prompt=said.prompt or 128.0,
+            output=said.output or 128.0,
+            budget=said.budget,
+            slo=said.slo,
+            tpot=said.tpot,
+            limited_prompt=said.limited_prompt,
+            limited_output=said.limited_output,
             headroom=self._options.launcher.headroom,
         )
 
@@ -103,7 +103,6 @@ class Federation:
             world.kernel.push(world.kernel.now + seconds, tick.handle, self)
         if self._options.dedicated:
             return
-        self._rate += 0.1 * (self._arrivals / seconds - self._rate)
         demand = self.demand()
         seen = [self._seen(n, demand) for n, state in world.states.items() if state in LIVE]
         session = self.rounds.session

@@ -84,6 +84,8 @@ class Context:
             budget=said.budget,
             slo=said.slo,
             tpot=said.tpot,
+            limited_prompt=said.limited_prompt,
+            limited_output=said.limited_output,
             headroom=headroom,
         )
 

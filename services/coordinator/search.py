@@ -27,6 +27,10 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     budget: float | None = None  # seconds: tau' for b*; None = no SLO
     slo: float | None = None  # seconds: tau
     tpot: float | None = None
+    # Lengths of the requests under ``slo`` (0: as of all): a limit that short requests name is
+    # not held against the mean of long ones.
+    limited_prompt: float = 0.0
+    limited_output: float = 0.0
     headroom: float = 0.2  # h
 
 
@@ -63,8 +67,8 @@ def b_star(member: Member, B: int, demand: Demand) -> int:
     return member.model.b_star(
         math.inf if demand.budget is None else demand.budget,
         B,
-        demand.prompt,
-        demand.output,
+        demand.limited_prompt or demand.prompt,
+        demand.limited_output or demand.output,
         b_max=member.b_max,
         slo=demand.slo,
         tpot=demand.tpot,
@@ -124,7 +128,8 @@ def _too_slow(model: LatencyModel, b: int, B: int, demand: Demand) -> bool:
     """
     if demand.slo is None or demand.rate <= LOAD_FLOOR:
         return False
-    return model.service(b, B, demand.prompt, demand.output) > demand.slo
+    prompt = demand.limited_prompt or demand.prompt
+    return model.service(b, B, prompt, demand.limited_output or demand.output) > demand.slo
 
 
 def cycle(B0: int, B_max: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ DECAY = 0.1  # a second
 WAITS = 500  # releases over which the p95 of the wait is taken
 LEAST_SHARE = 0.05  # of recent requests that must name an objective before it counts
 SMOOTHING = 0.02
+LIMITS_MAX = 256  # different end-to-end limits whose lengths are kept
 
 
 class DemandMeter:
@@ -23,7 +24,9 @@ class DemandMeter:
 
     def __init__(self) -> None:
         self._bins: dict[int, int] = {}
-        self._slos: deque[tuple[float, float | None, float | None]] = deque(maxlen=2000)
+        # (time, end-to-end limit, TPOT, prompt tokens) of recent requests
+        self._slos: deque[tuple[float, float | None, float | None, int]] = deque(maxlen=2000)
+        self._output_under: dict[float, float] = {}  # end-to-end limit -> mean output tokens
         self._waits: deque[float] = deque(maxlen=WAITS)
         self._prompt = self._output = 0.0
         self._began: int | None = None
@@ -36,18 +39,29 @@ class DemandMeter:
             self._output = self._output or float(request.max_tokens)
         self._bins[second] = self._bins.get(second, 0) + 1
         self._prompt += SMOOTHING * (request.prompt_tokens - self._prompt)
-        e2e = None if request.deadline is None else request.deadline - request.arrival
-        self._slos.append((now, e2e, request.tpot))
+        self._slos.append((now, _limit(request), request.tpot, request.prompt_tokens))
 
     def released(self, request: Request, now: float) -> None:
         """It left for a replica."""
         self._waits.append(max(0.0, now - request.arrival))
 
-    def answered(self, output_tokens: int) -> None:
+    def answered(self, request: Request, output_tokens: int) -> None:
         """It left its replica with this many tokens."""
-        if output_tokens > 0:
-            old = self._output or float(output_tokens)
-            self._output = old + SMOOTHING * (output_tokens - old)
+        if output_tokens <= 0:
+            return
+        old = self._output or float(output_tokens)
+        self._output = old + SMOOTHING * (output_tokens - old)
+        limit = _limit(request)
+        if limit is not None and (limit in self._output_under or self._room()):
+            known = self._output_under.get(limit, float(output_tokens))
+            self._output_under[limit] = known + SMOOTHING * (output_tokens - known)
+
+    def _room(self) -> bool:
+        """Whether a further limit may be remembered; those no longer asked for make room."""
+        if len(self._output_under) >= LIMITS_MAX:
+            asked = {e2e for _, e2e, _, _ in self._slos}
+            self._output_under = {k: v for k, v in self._output_under.items() if k in asked}
+        return len(self._output_under) < LIMITS_MAX
 
     def summary(self, now: float) -> ModelDemand:
         """The demand of the last minute."""
@@ -57,13 +71,17 @@ class DemandMeter:
         total = sum(weights) or 1.0
         rate = sum(w * c for w, c in zip(weights, counts, strict=True)) / total
         waits = sorted(self._waits)
+        slo = _strictest([e2e for _, e2e, _, _ in self._slos])
+        prompts = [p for _, e2e, _, p in self._slos if slo is not None and e2e == slo]
         return ModelDemand(
             rate=rate,
             cv=_variation(counts),
             prompt=self._prompt,
             output=self._output,
-            slo=_strictest([e2e for _, e2e, _ in self._slos]),
-            tpot=_strictest([tpot for _, _, tpot in self._slos]),
+            slo=slo,
+            tpot=_strictest([tpot for _, _, tpot, _ in self._slos]),
+            limited_prompt=sum(prompts) / len(prompts) if prompts else 0.0,
+            limited_output=0.0 if slo is None else self._output_under.get(slo, 0.0),
             wait_p95=waits[int(0.95 * (len(waits) - 1))] if waits else 0.0,
         )
 
@@ -79,6 +97,13 @@ class DemandMeter:
             return []
         first = max(self._began, int(now) - SECONDS)
         return [self._bins.get(second, 0) for second in range(first, max(int(now), first + 1))]
+
+
+def _limit(request: Request) -> float | None:
+    """Its end-to-end limit in seconds, to the millisecond."""
+    if request.deadline is None:
+        return None
+    return round(request.deadline - request.arrival, 3)
 
 
 def _variation(counts: list[int]) -> float:

@@ -164,7 +164,7 @@ class Desk:
             return None
         del self.flying[completion.id]
         self._forget(completion.id)
-        self.demand.answered(completion.output_tokens)
+        self.demand.answered(flight.entry.request, completion.output_tokens)
         self.policy.on_completion(completion, now)
         if completion.id in self._recalls:
             self._recall_ended(completion.id, outcome_of(completion), now)

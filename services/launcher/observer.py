@@ -146,7 +146,6 @@ class Observer:
             clients=tuple(sorted({*session.clients, *wishes.join} - wishes.leave.keys())),
             losses={c: v for c, v in session.losses.items() if c not in wishes.leave},
             open=not (wishes.pause or wishes.stop),
-            paused=session.paused,
         )
 
     def _seen(
@@ -196,7 +195,13 @@ class Observer:
             b = record.b_max
             if said is not None and said.budget is not None:
                 b = model.b_star(
-                    said.budget, B, prompt, output, b_max=record.b_max, slo=said.slo, tpot=said.tpot
+                    said.budget,
+                    B,
+                    said.limited_prompt or prompt,
+                    said.limited_output or output,
+                    b_max=record.b_max,
+                    slo=said.slo,
+                    tpot=said.tpot,
                 )
             return model.rate(b, B, prompt, output) if b > 0 else 0.0
 

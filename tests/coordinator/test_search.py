@@ -116,3 +116,10 @@ def test_progress_ignores_what_is_not_finite_and_smooths_the_rest() -> None:
 def test_the_first_round_observes_the_serving_side_with_and_without_training() -> None:
     assert cycle(4, 16) == (4, 0, 8)
     assert cycle(4, 6) == (4, 0, 6)
+
+
+def test_a_limit_that_short_requests_name_is_not_held_against_long_ones() -> None:
+    mixed = demand(0.1, budget=0.5, slo=0.5, output=200.0)
+    assert search([member()], mixed)["r0"].B == 0
+    told = demand(0.1, budget=0.5, slo=0.5, output=200.0, limited_prompt=50.0, limited_output=5.0)
+    assert search([member()], told)["r0"].B > 0
