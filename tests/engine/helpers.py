@@ -72,6 +72,7 @@ def load(folder: Path, **changes: Any) -> TorchEngine:
         "threads": 1,
         "kv_tokens": 8192,
         "max_step_tokens": 64,
+        "step_seconds": 1e9,
     }
     return TorchEngine.load(folder, **{**settings, **changes})
 

@@ -128,6 +128,16 @@ def test_a_known_prefix_is_reused_and_changes_no_answer(tiny_model: Path) -> Non
     assert longer[-1].cached_tokens == 160, "the answer's own pages serve the next turn"
 
 
+def test_a_short_step_time_makes_small_chunks_beside_decodes(tiny_model: Path) -> None:
+    engine = load(tiny_model, step_seconds=1e-9)
+    engine.submit(request("a", [5] * 30, 40))
+    engine.step_now()
+    engine.submit(request("b", [6] * 100, 2))
+    report = engine.step_now()
+    assert (report.decode_tokens, report.prefill_tokens) == (1, 16)
+    engine.close()
+
+
 async def test_step_runs_beside_the_event_loop(engine: TorchEngine) -> None:
     engine.submit(request("a", [5, 6], 3))
     turns = 0

@@ -97,6 +97,20 @@ def test_a_long_prompt_does_not_hold_up_running_decodes() -> None:
         short.tokens.append(5)
 
 
+def test_chunks_beside_decodes_keep_to_the_step_time_and_alone_they_need_not() -> None:
+    scheduler = Scheduler(PagePool(100), b=4, max_step_tokens=128)
+    scheduler.beside_decodes = 40
+    long = Sequence("long", [2] * 300, prompt=300)
+    scheduler.add(long)
+    (alone,) = scheduler.schedule()
+    assert alone.count == 128
+    scheduler.computed([alone])
+    short = Sequence("short", [1] * 10, prompt=10)
+    scheduler.running.insert(0, short)
+    short.pages, short.computed = [99], 9
+    assert [w.count for w in scheduler.schedule()] == [1, 40]
+
+
 def test_the_youngest_is_preempted_and_computed_again() -> None:
     pool = PagePool(4, reuse=False)
     scheduler = Scheduler(pool, b=2, max_step_tokens=256)

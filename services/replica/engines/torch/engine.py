@@ -31,6 +31,8 @@ from shared.records import ModelCard
 
 log = logging.getLogger(__name__)
 
+RATE_MEMORY = 0.8  # weight of earlier steps in the time a prompt token takes
+
 
 @dataclass(eq=False)
 class _Running:
@@ -62,6 +64,7 @@ class TorchEngine:
         b_max: int,
         max_step_tokens: int,
         prefix_cache: bool,
+        step_seconds: float,
         clock: Now,
     ) -> None:
         self.card, self.b_max = card, b_max
@@ -72,6 +75,8 @@ class TorchEngine:
             loaded.shapes, loaded.dtype, loaded.device, dropped=self.pool.drop
         )
         self._grammars = Grammars(Path(card.path), card.vocabulary)
+        self._step_seconds = step_seconds
+        self._token_seconds: float | None = None
         self._clock = clock
         self._requests: dict[str, _Running] = {}
         self._cancelled: list[Finished] = []
@@ -90,6 +95,7 @@ class TorchEngine:
         b_max: int = 64,
         max_step_tokens: int = 512,
         prefix_cache: bool = True,
+        step_seconds: float = 0.25,
         weights: str = "shared",
         kernels: str = "auto",
         clock: Now = time.time,
@@ -98,7 +104,8 @@ class TorchEngine:
 
         ``dtype``: auto | bfloat16 | float32. ``threads``: compute threads (None: all cores).
         ``kv_tokens``: size of the KV memory. ``max_step_tokens``: tokens computed in one step,
-        so that a long prompt is cut into chunks. ``weights``: shared (one mapped copy) or
+        so that a long prompt is cut into chunks; ``step_seconds``: chunks beside decodes are made
+        so small that a step takes about this long at most. ``weights``: shared (one mapped copy) or
         packed (a second, private copy in the kernels' order). ``kernels``: auto | native |
         torch. Raises WeightsError.
         """
@@ -125,6 +132,7 @@ class TorchEngine:
             b_max=b_max,
             max_step_tokens=max_step_tokens,
             prefix_cache=prefix_cache,
+            step_seconds=step_seconds,
             clock=clock,
         )
 
@@ -220,14 +228,25 @@ class TorchEngine:
         self.scheduler.computed(work)
         outputs = self._deliver(chosen, finished)
         decodes = sum(1 for w in work if w.count == 1 and w.last)
+        prefill = sum(w.count for w in work) - decodes
+        seconds = time.perf_counter() - begin
+        if prefill:
+            self._learn_chunk(prefill, seconds)
         return StepReport(
             outputs=outputs,
             finished=tuple(finished),
-            seconds=time.perf_counter() - begin,
+            seconds=seconds,
             b=len(work),
-            prefill_tokens=sum(w.count for w in work) - decodes,
+            prefill_tokens=prefill,
             decode_tokens=decodes,
         )
+
+    def _learn_chunk(self, tokens: int, seconds: float) -> None:
+        """How many prompt tokens fit into a step of ``step_seconds``, from the steps so far."""
+        now = seconds / tokens
+        before = now if self._token_seconds is None else self._token_seconds
+        self._token_seconds = RATE_MEMORY * before + (1 - RATE_MEMORY) * now
+        self.scheduler.beside_decodes = int(self._step_seconds / self._token_seconds)
 
     def _take_cancelled(self) -> tuple[Finished, ...]:
         cancelled, self._cancelled = tuple(self._cancelled), []

@@ -53,6 +53,7 @@ class Scheduler:
         self.pool = pool
         self.b = b
         self.max_step_tokens = max_step_tokens
+        self.beside_decodes = max_step_tokens  # prompt tokens of a step that others wait for
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
 
@@ -71,6 +72,8 @@ class Scheduler:
         """The work of one step; every sequence appears at most once."""
         work = self._decodes()
         budget = max(self.max_step_tokens - len(work), LEAST_PREFILL)
+        if work:
+            budget = min(budget, max(self.beside_decodes, LEAST_PREFILL))
         for sequence in self.running:
             if budget and not sequence.decoding:
                 budget -= self._chunk(sequence, budget, work)
