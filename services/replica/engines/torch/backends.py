@@ -49,7 +49,14 @@ def module_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def load_backend(
-    folder: Path, *, dtype: str, threads: int, pages: int, weights: str, kernels: str
+    folder: Path,
+    *,
+    dtype: str,
+    threads: int,
+    pages: int,
+    weights: str,
+    kernels: str,
+    cache: str | Path | None = None,
 ) -> Loaded:
     """Open the model and choose how it runs. Raises WeightsError, Unsupported, NoKernels."""
     if weights not in ("shared", "packed"):
@@ -66,7 +73,7 @@ def load_backend(
         log.warning("transformers' own forward computes, slower and without sharing: %s", e)
         other = TransformersBackend(folder, chosen, device)
         return Loaded(other, other.shapes, chosen, device, other.context, other.vocabulary)
-    fused = open_fused(folder, chosen).to(device)
+    fused = open_fused(folder, chosen, cache=cache).to(device)
     backend = _choose(config, fused, pages, threads, weights, kernels)
     return Loaded(backend, module_shapes(config), chosen, device, config.context, config.vocabulary)
 

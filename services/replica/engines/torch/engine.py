@@ -98,6 +98,7 @@ class TorchEngine:
         step_seconds: float = 0.25,
         weights: str = "shared",
         kernels: str = "auto",
+        cache: str | Path | None = None,
         clock: Now = time.time,
     ) -> TorchEngine:
         """An engine over the model in ``folder`` (config.json, safetensors).
@@ -107,7 +108,7 @@ class TorchEngine:
         so that a long prompt is cut into chunks; ``step_seconds``: chunks beside decodes are made
         so small that a step takes about this long at most. ``weights``: shared (one mapped copy) or
         packed (a second, private copy in the kernels' order). ``kernels``: auto | native |
-        torch. Raises WeightsError.
+        torch. ``cache``: folder of the fused weights (None: the model's). Raises WeightsError.
         """
         loaded = load_backend(
             Path(folder),
@@ -116,6 +117,7 @@ class TorchEngine:
             pages=kv_tokens // PAGE,
             weights=weights,
             kernels=kernels,
+            cache=cache,
         )
         card = ModelCard(
             name=name,
