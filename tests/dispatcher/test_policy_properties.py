@@ -61,7 +61,9 @@ def fleets(draw: st.DrawFn) -> list[ReplicaView]:
     return out
 
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(
+    max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
 
 
 @pytest.mark.parametrize("name", SERVING)
@@ -174,6 +176,14 @@ def test_no_request_without_a_slo_starves_behind_those_with_one() -> None:
     driver = _serve(Collm(), work)
     assert "patient" in driver.ended
     assert driver.order_of("patient") < 300
+
+
+def test_a_tenant_that_floods_the_queue_leaves_the_others_their_share() -> None:
+    flood = [_request(f"a{k}", 0.001 * k, None, tenant="a") for k in range(200)]
+    few = [_request(f"b{k}", 0.5 + 0.001 * k, None, tenant="b") for k in range(10)]
+    driver = _serve(Collm(), [*flood, *few], b_limit=2)
+    last = max(driver.order_of(f"b{k}") for k in range(10))
+    assert last < 60, "the ten come out among the first ones after their arrival"
 
 
 def test_an_unknown_policy_or_option_is_named_with_what_there_is() -> None:

@@ -42,6 +42,8 @@ REPLAN_MAX = 0.5
 LANES_TRIED = 16  # open replicas considered in one decision
 RELEASES_MAX = 64  # in one decision; then readers get their turn before the next one
 LOOK_AHEAD = 8  # requests tried beyond the first that fits nowhere now
+OUTSIDE_SHARE = 0.25  # of its time left that a request must save to leave the active set
+OUTSIDE = 10.0  # the same for one without a deadline, seconds
 FCFS_HORIZON = 60.0  # a request without a SLO has the slack of one due after this long
 LATE_AGE = 30.0  # a hopeless request this old gets a replica even under load
 STALE_MAX = 1024  # stale heap entries that never matter
@@ -80,7 +82,8 @@ class Collm:
         self._waiting: dict[str, Waiting] = {}
         # Heaps; what left a queue stays in its heap until it comes up or _compact is due.
         self._main: list[Item] = []  # (-priority, latest, order)
-        self._valued: list[Item] = []  # main under overload: (-priority, -density, order)
+        # Main under overload, by tenant: (-priority, -density, order).
+        self._valued: dict[str, list[Item]] = {}
         self._deferred: list[Item] = []  # (-priority, -density, order)
         self._expiry: list[Item] = []  # (latest, 0, order)
         self._late: deque[Waiting] = deque()
@@ -188,8 +191,8 @@ class Collm:
         if lanes:
             self._replan(now)
             round_ = _Round(now)
-            if self._price > 0:
-                self._serve(self._valued, MAIN, lanes, round_, "tokens per second, overload")
+            if self._price > 0 or self._contended():
+                self._serve_valued(lanes, round_)
             else:
                 self._serve(self._main, MAIN, lanes, round_, "slack")
             self._serve(self._deferred, DEFERRED, lanes, round_, "left over, tokens per second")
@@ -250,12 +253,38 @@ class Collm:
 
     # ------------------------------------------------------------ serving
 
+    def _contended(self) -> bool:
+        """Several tenants have more waiting than the replicas take at once."""
+        return self.shares.several and len(self._waiting) > self.macro.room
+
+    def _serve_valued(self, lanes: list[Lane], r: _Round) -> None:
+        """Overload: by value; between tenants by the tokens they have had."""
+        while self._main and self._main[0][1] < r.now and lanes:  # without a SLO, waited long
+            if not self._serve(self._main, MAIN, lanes, r, "waited long", most=1):
+                break
+        tenants = {t: heap for t, heap in self._valued.items() if heap}
+        why, most = "tokens per second, overload", RELEASES_MAX
+        if len(tenants) > 1:
+            why, most = "least served tenant, tokens per second", 1
+        while tenants and lanes and r.count < RELEASES_MAX:
+            tenant = min(tenants, key=self.shares.counter)
+            if not self._serve(tenants[tenant], MAIN, lanes, r, why, most=most):
+                del tenants[tenant]
+
     def _serve(
-        self, queue: list[Item], place: int, lanes: list[Lane], r: _Round, order: str
-    ) -> None:
-        """Release from the head of a queue while somebody fits somewhere."""
+        self,
+        queue: list[Item],
+        place: int,
+        lanes: list[Lane],
+        r: _Round,
+        order: str,
+        most: int = RELEASES_MAX,
+    ) -> int:
+        """Release from the head of a queue while somebody fits somewhere; returns how many."""
         passed: list[Item] = []
-        while queue and lanes and len(passed) <= LOOK_AHEAD and r.count < RELEASES_MAX:
+        before = r.count
+        most = min(RELEASES_MAX, before + most)
+        while queue and lanes and len(passed) <= LOOK_AHEAD and r.count < most:
             item = heapq.heappop(queue)
             w = item[3]
             if w.place != place:
@@ -270,6 +299,7 @@ class Collm:
             heapq.heappush(queue, item)
         if r.count >= RELEASES_MAX:
             self._wake = r.now
+        return r.count - before
 
     def _choose(self, w: Waiting, lanes: list[Lane], now: float) -> Lane | None:
         """The replica where it and everybody there keep their limits, at the least expense.
@@ -295,8 +325,8 @@ class Collm:
             score = (end - now + delay * flight) / view.quality
             if lane.latency is None:
                 score = flight / view.b_limit
-            if lane.rank >= active:
-                score += 10.0  # outside the active set only if nobody inside can do it
+            if lane.rank >= active:  # only where it saves much, or nobody inside can do it
+                score += OUTSIDE_SHARE * (w.due - now) if bound and w.due < INFINITY else OUTSIDE
             if adapter is not None and adapter not in view.adapters:
                 score += 1.0
             if score < least:
@@ -359,7 +389,8 @@ class Collm:
         w.place = place
         if place == MAIN:
             self._push(self._main, -w.request.priority, w.latest, w)
-            self._push(self._valued, -w.request.priority, -w.density, w)
+            valued = self._valued.setdefault(w.request.tenant, [])
+            self._push(valued, -w.request.priority, -w.density, w)
         else:
             self._push(self._deferred, -w.request.priority, -w.density, w)
 
@@ -389,13 +420,15 @@ class Collm:
         limit = 2 * len(self._waiting) + STALE_MAX
         for heap, places in (
             (self._main, (MAIN,)),
-            (self._valued, (MAIN,)),
             (self._deferred, (DEFERRED,)),
             (self._expiry, (MAIN, DEFERRED)),
         ):
             if len(heap) > limit:
-                heap[:] = [item for item in heap if item[3].place in places]
-                heapq.heapify(heap)
+                _clean(heap, places)
+        if sum(map(len, self._valued.values())) > limit:
+            for heap in self._valued.values():
+                _clean(heap, (MAIN,))
+            self._valued = {tenant: heap for tenant, heap in self._valued.items() if heap}
 
     def _refuse(self, now: float) -> list[Action]:
         """Hopeless requests are told so, with the time until the queue has drained."""
@@ -412,6 +445,11 @@ class Collm:
             )
             actions.append(Shed(request=w.request.id, reason=reason, retry_after=math.ceil(wait)))
         return actions
+
+
+def _clean(heap: list[Item], places: tuple[int, ...]) -> None:
+    heap[:] = [item for item in heap if item[3].place in places]
+    heapq.heapify(heap)
 
 
 class _Round:

@@ -37,6 +37,7 @@ class Macro:
         self.token_seconds = 0.0  # replica time of one output token at usual concurrency
         self.order: list[Lane] = []  # dispatchable, best first
         self.active = 0
+        self.room = 0  # requests that all replicas take at once
         self.replicas_changed = True
         self.next_cycle = -INFINITY
         self._prompt, self._output, self._budget = 512.0, 128.0, INFINITY
@@ -90,11 +91,12 @@ class Macro:
         lanes.sort(key=lambda x: (-x.view.quality * rates[x.view.id], x.view.id))
         self.order = lanes
         self._free = dict.fromkeys(lanes)
+        self.room = sum(lane.view.b_limit for lane in lanes)
         need = (1 + self._headroom) * self.rate.expected
         total, self.active = 0.0, 0
         for rank, lane in enumerate(lanes):
             lane.rank = rank
-            if total < need or not rank:
+            if total < need or not rank or lane.latency is None:
                 self.active = rank + 1
                 total += rates[lane.view.id]
         return self._training(lanes, sum(rates.values()), need)
