@@ -8,6 +8,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared import names
+from shared.messages import BODY, DecodeError, StepSample, decode
 from shared.records import ReplicaRecord
 
 PAGE = 500  # entries a read, newest first
@@ -76,7 +77,39 @@ async def request(redis: Redis, request_id: str) -> list[dict[str, str]]:
             if any(_is(key, request_id) for key in plain.get("requests", "").split()):
                 found.append({"id": entry.decode(), **plain})
         upper = "(" + page[-1][0].decode()
+    if found:
+        await _add_ends(redis, found, request_id)
     return found[::-1]
+
+
+async def _add_ends(redis: Redis, releases: list[dict[str, str]], request_id: str) -> None:
+    """Note at each release which of its members ended when, from the replicas' samples."""
+    earliest = releases[-1]["id"]
+    lower, ends = earliest.split("-")[0], {}
+    while page := await redis.xrange(names.METRICS, min=lower, count=PAGE):
+        for _, fields in page:
+            if fields.get(b"kind", b"").startswith(b"step"):
+                ends.update(_ends(fields.get(BODY, b""), request_id))
+        lower = "(" + page[-1][0].decode()
+    for release in releases:
+        for key in release.get("requests", "").split():
+            if key in ends:
+                at, what = ends[key]
+                after = at - float(release["released"])
+                release[f"ended:{key}"] = f"{after:.4f} s after its release: {what}"
+
+
+def _ends(body: bytes, request_id: str) -> dict[str, tuple[float, str]]:
+    """Key -> (Redis seconds, how) of the request's choices that ended in a step."""
+    try:
+        sample = decode(body, StepSample)
+    except DecodeError:
+        return {}  # the dispatcher reports it
+    return {
+        f"{f.id}/{f.attempt}": (sample.time, f"{f.output_tokens} tokens, {f.reason}")
+        for f in sample.finished
+        if _is(f.id, request_id)
+    }
 
 
 def _is(key: str, request_id: str) -> bool:

@@ -71,6 +71,9 @@ def _show_request(releases: list[dict[str, str]]) -> None:
         _say(f"{when} released to {release['replica']} in batch {release['batch']}")
         _say(f"    together with {release['requests']}")
         _say(f"    numbers: {release['numbers']}")
+        for name, value in release.items():
+            if name.startswith("ended:"):
+                _say(f"    {name.removeprefix('ended:')} ended {value}")
 
 
 def _clock(milliseconds: int) -> str:
