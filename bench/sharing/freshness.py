@@ -178,7 +178,7 @@ def to_token(rig: Rig, parent: str, publishes: int) -> dict[str, float]:
     rng, delays = random.Random(0), []
     rig.samples()
     for number in range(publishes):
-        ids = rig.submit([[rng.randrange(3, 40_000) for _ in range(16)]] * 4, 8, adapter=ADAPTER)
+        ids = rig.submit(rig.prompts(rng, 4, 16), 8, adapter=ADAPTER)
         version = f"p{number}"
         begun = time.monotonic()
         writer.publish(_card(version, bounds), flat)

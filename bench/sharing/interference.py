@@ -17,10 +17,6 @@ OUTPUT = 64
 FOREVER = 1_000_000  # steps
 
 
-def prompts(rng: random.Random, count: int) -> list[list[int]]:
-    return [[rng.randrange(3, 40_000) for _ in range(PROMPT)] for _ in range(count)]
-
-
 def trained(rig: Rig, micro_steps: int) -> None:
     """Wait until that many more micro-steps are done."""
     wanted = rig.block.micro_steps + micro_steps
@@ -50,7 +46,7 @@ def grid(
 def _cell(rig: Rig, rng: random.Random, b: int, B: int, seconds: float) -> dict[str, float]:
     ids: list[str] = []
     if b:
-        ids = rig.submit(prompts(rng, b), 1500)
+        ids = rig.submit(rig.prompts(rng, b, PROMPT), 1500)
         until(lambda: rig.block.running == b and rig.block.waiting == 0, "batch", 60)
         until(lambda: all(rig.answers[i].tokens for i in ids), "prefill", 60)
     rig.samples()
@@ -95,9 +91,9 @@ def fit(cells: Sequence[dict[str, float]], target: str, names: Sequence[str]) ->
 def saturation(rig: Rig, b: int) -> float:
     """Requests per second that the replica answers with ``b`` of them at all times."""
     rng = random.Random(1)
-    rig.wait(rig.submit(prompts(rng, 4), 8))
+    rig.wait(rig.submit(rig.prompts(rng, 4, PROMPT), 8))
     begun = time.monotonic()
-    rig.wait(rig.submit(prompts(rng, b), OUTPUT))
+    rig.wait(rig.submit(rig.prompts(rng, b, PROMPT), OUTPUT))
     return b / (time.monotonic() - begun)
 
 
@@ -110,7 +106,7 @@ def offered(rig: Rig, rate: float, seconds: float, seed: int) -> list[Answer]:
         due += rng.expovariate(rate)
         while (left := due - time.monotonic()) > 0:
             time.sleep(min(left, 0.01))
-        ids += rig.submit(prompts(rng, 1), OUTPUT)
+        ids += rig.submit(rig.prompts(rng, 1, PROMPT), OUTPUT)
     return rig.wait(ids)
 
 

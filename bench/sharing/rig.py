@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import secrets
 import subprocess
 import sys
@@ -93,7 +94,8 @@ class Rig:
     """A running replica. ``training`` are settings of the training process."""
 
     def __init__(self, folder: Path, home: Path, url: str, log: Path) -> None:
-        self.folder, self.home, self._log = folder, home, log
+        self.folder, self.home, self.url, self._log = folder, home, url, log
+        self.vocabulary = int(json.loads((folder / "config.json").read_text())["vocab_size"])
         self.redis: Redis = connect_sync(url)
         self.block = ControlBlock.open(home / "replicas" / REPLICA / "control.bin")
         self.queue = Queue(
@@ -159,6 +161,10 @@ class Rig:
         )
         self.redis.xadd(names.batches(REPLICA), {"id": batch.id, BODY: encode(batch)})
         return [g.id for g in made]
+
+    def prompts(self, rng: random.Random, count: int, length: int) -> list[list[int]]:
+        """Random token ids."""
+        return [[rng.randrange(3, self.vocabulary) for _ in range(length)] for _ in range(count)]
 
     def wait(self, ids: Sequence[str], seconds: float = 300.0) -> list[Answer]:
         until(lambda: all(self.answers[i].finish for i in ids), "answers", seconds)

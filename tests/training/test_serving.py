@@ -9,11 +9,13 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import torch
 
 from bench.sharing.rig import ADAPTER, REPLICA, Rig, rig, until
+from collm.finetune import Finetune, FinetuneError, Outcome, Request
 from services.replica.adapters import AdapterSpec
 from services.replica.engines.torch.engine import TorchEngine
 from services.replica.training.data import encode
@@ -21,7 +23,9 @@ from services.replica.training.model import Adapter, LoraSpec, build_base
 from services.replica.training.trainer import Plan, Trainer
 from services.replica.weights import open_fused
 from shared import chat
+from shared.adapters import AdapterRegistry, AdapterVersion
 from shared.messages import Generate, Sampling
+from shared.redis_client import connect
 from shared.rounds import Lora, RoundResult
 from tests.training.conftest import make_chats
 
@@ -149,6 +153,61 @@ def test_a_round_beside_serving_ends_like_one_alone(replica: Rig) -> None:
     assert together.last_loss == alone.last_loss
     answers = [replica.answers[i].tokens for i in ids]
     assert all(answers[i] == before[i % 4] for i in range(len(answers)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_finetune_trains_promotes_and_gives_the_replica_back(replica: Rig, tmp_path: Path) -> None:
+    file = tmp_path / "sums.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": list(c.messages)}) for c in make_chats(30)))
+    told: list[str] = []
+    request = Request(
+        adapter="sums",
+        data=file,
+        lora=TINY,
+        steps=6,
+        micro_batch=2,
+        accumulation=2,
+        learning_rate=1e-2,
+        heldout=0.3,
+        max_tokens=128,
+    )
+
+    async def run() -> tuple[Outcome, AdapterVersion | None]:
+        async with connect(replica.url) as redis:
+            done = await Finetune(redis, replica.url, replica.home, request, told.append).run()
+            return done, await AdapterRegistry(redis, replica.home).current("sums")
+
+    outcome, current = asyncio.run(run())
+    assert outcome.version.endswith(f".{REPLICA}")
+    assert current is not None
+    assert (current.version, current.parent) == (outcome.version, "r0")
+    assert outcome.result.heldout_after < outcome.result.heldout_before
+    assert any(line.startswith("step 6/6") for line in told)
+    record = replica.redis.hgetall(f"collm:replica:{REPLICA}")
+    assert record[b"state"] == b"serving"
+    [answer] = replica.wait(replica.submit([[5, 6, 7]], 2, adapter="sums"))
+    assert answer.version == outcome.version
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"replica": "nobody"}, "'nobody' cannot train"),
+        ({"model": "other"}, "serves model"),
+        ({"data": Path("/nowhere.jsonl")}, "nowhere.jsonl"),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_finetune_says_why_it_cannot(replica: Rig, changes: dict[str, object], reason: str) -> None:
+    request = msgspec.structs.replace(Request(adapter="x", data=None), **changes)
+
+    async def run() -> None:
+        async with connect(replica.url) as redis:
+            await Finetune(redis, replica.url, replica.home, request, lambda line: None).run()
+
+    with pytest.raises(FinetuneError, match=reason):
+        asyncio.run(run())
 
 
 def test_inference_keeps_no_autograd_graph(tiny_model: Path) -> None:
