@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from services.coordinator.context import Context
 from services.coordinator.jobs import JobFailed, job_id
@@ -89,9 +89,11 @@ class Aggregation:
         members = (server, *others)
         group_id = self._id("group", server)
         timeout = self._context.settings.exchange_timeout
+        live = await self._context.cluster.live()
+        how = backend([live[m] for m in members if m in live])
 
         def group(rank: int) -> Group:
-            return Group(id=group_id, rank=rank, members=members, timeout=timeout)
+            return Group(id=group_id, rank=rank, members=members, backend=how, timeout=timeout)
 
         sending = asyncio.gather(
             *(self._send(c, group(rank), "group") for rank, c in enumerate(others, start=1))
@@ -183,6 +185,15 @@ class Aggregation:
     def _id(self, what: str, replica: str) -> str:
         s = self._session
         return job_id(s.id, f"r{s.round}", f"a{s.attempt}", what, replica)
+
+
+def backend(members: Sequence[ReplicaRecord]) -> str:
+    """NCCL when every member says that it has a GPU of its own, else Gloo.
+
+    NCCL refuses two ranks on one GPU; ``host`` and ``device`` together name a GPU.
+    """
+    gpus = {(r.host, r.device) for r in members if r.device.startswith("cuda:")}
+    return "nccl" if len(members) > 1 and len(gpus) == len(members) else "gloo"
 
 
 def servers(live: Mapping[str, ReplicaRecord], session: Session) -> list[str]:

@@ -69,7 +69,6 @@ class SessionSeen(msgspec.Struct, frozen=True, kw_only=True):
     clients: tuple[str, ...]
     losses: Mapping[str, Sequence[float]] = {}  # client -> local loss by round
     open: bool = True  # new members may join at the next round
-    paused: bool = False
 
 
 class ToIdle(msgspec.Struct, frozen=True, kw_only=True):

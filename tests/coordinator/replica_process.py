@@ -212,7 +212,7 @@ def beat() -> None:
         if not redis.exists(names.replica(REPLICA)):
             redis.hset(names.replica(REPLICA), mapping=record.to_hash())  # type: ignore[arg-type]
             redis.sadd(names.REPLICAS, REPLICA)
-        redis.set(names.replica_alive(REPLICA), "1", px=1500)
+        redis.set(names.replica_alive(REPLICA), "1", px=3000)
         time.sleep(0.1)
 
 

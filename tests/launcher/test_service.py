@@ -46,8 +46,8 @@ class World:
     async def beat(self) -> None:
         """Heartbeats and samples for ever."""
         while True:
-            for name, load in self.load.items():
-                await self.redis.set(names.replica_alive(name), "1", px=2000)
+            for name, load in list(self.load.items()):
+                await self.redis.set(names.replica_alive(name), "1", px=60_000)
                 sample = UtilSample(
                     replica=name, time=0.0, utilisation=load, queued=0, b=8 * load, source="test"
                 )
@@ -68,7 +68,7 @@ class World:
         return found
 
     async def event(self, kind: str) -> dict[str, str]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while True:
                 if found := await self.events(kind):
                     return found[0]
