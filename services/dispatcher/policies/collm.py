@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Sequence
 
 from services.dispatcher.policies.base import (
     Action,
     Completion,
-    Release,
     ReplicaView,
     Request,
     Shed,
@@ -32,6 +30,8 @@ from services.dispatcher.policies.parts.lane import INFINITY, Lane
 from services.dispatcher.policies.parts.lengths import Lengths
 from services.dispatcher.policies.parts.macro import Macro
 from services.dispatcher.policies.parts.plan import keep_feasible
+from services.dispatcher.policies.parts.queues import Queues
+from services.dispatcher.policies.parts.round import Round
 from services.dispatcher.policies.parts.share import TokenShares
 from services.dispatcher.policies.parts.waiting import DEFERRED, GONE, LATE, MAIN, Item, Waiting
 
@@ -42,11 +42,10 @@ REPLAN_MAX = 0.5
 LANES_TRIED = 16  # open replicas considered in one decision
 RELEASES_MAX = 64  # in one decision; then readers get their turn before the next one
 LOOK_AHEAD = 8  # requests tried beyond the first that fits nowhere now
-OUTSIDE_SHARE = 0.25  # of its time left that a request must save to leave the active set
+OUTSIDE_SHARE = 0.1  # of its time left that a request must save to leave the active set
 OUTSIDE = 10.0  # the same for one without a deadline, seconds
 FCFS_HORIZON = 60.0  # a request without a SLO has the slack of one due after this long
 LATE_AGE = 30.0  # a hopeless request this old gets a replica even under load
-STALE_MAX = 1024  # stale heap entries that never matter
 LATE_PER_LANE = 2  # hopeless requests together on one replica
 
 
@@ -79,16 +78,7 @@ class Collm:
         self.shares = TokenShares()
         self.lanes: dict[str, Lane] = {}
         self._where: dict[str, Lane] = {}
-        self._waiting: dict[str, Waiting] = {}
-        # Heaps; what left a queue stays in its heap until it comes up or _compact is due.
-        self._main: list[Item] = []  # (-priority, latest, order)
-        # Main under overload, by tenant: (-priority, -density, order).
-        self._valued: dict[str, list[Item]] = {}
-        self._deferred: list[Item] = []  # (-priority, -density, order)
-        self._expiry: list[Item] = []  # (latest, 0, order)
-        self._late: deque[Waiting] = deque()
-        self._late_count = 0
-        self._order = 0
+        self._queues = Queues()
         self._price = 0.0  # tokens a replica second below which a request is deferred
         self._plan_next = -INFINITY
         self._changed = False
@@ -113,21 +103,16 @@ class Collm:
         if latest == INFINITY:
             latest = request.arrival + FCFS_HORIZON
         w = Waiting(request, output, cost, latest, now)
-        self._waiting[request.id] = w
         self.shares.enter(request.tenant)
         self.macro.arrived(w, hopeless=latest < now)
-        if w.bound:
-            self._push(self._expiry, latest, 0.0, w)
         if w.bound and latest < now:
-            self._to_late(w)
-        elif w.density < self._price:
-            self._to(w, DEFERRED)
+            self._queues.enter(w, LATE)
         else:
-            self._to(w, MAIN)
+            self._queues.enter(w, DEFERRED if w.density < self._price else MAIN)
         self._changed = True
 
     def on_cancel(self, request_id: str, now: float) -> bool:
-        w = self._waiting.get(request_id)
+        w = self._queues.waiting.get(request_id)
         if w is None:
             return False
         self._remove(w)
@@ -174,41 +159,42 @@ class Collm:
             self._where[request.id] = lane
 
     def queued(self) -> int:
-        return len(self._waiting)
+        return len(self._queues)
 
     # ------------------------------------------------------------ decision
 
     def decide(self, now: float) -> list[Action]:
         actions: list[Action] = self.macro.cycle(self, now)
         self._wake = INFINITY
-        if not self._waiting:
+        queues = self._queues
+        if not queues.waiting:
             return actions
-        self._expire(now)
-        self._compact()
-        if self._shed and self._late_count and self.lengths.known:
+        self.macro.expired(queues.expire(now))
+        queues.compact()
+        if self._shed and queues.late_count and self.lengths.known:
             actions += self._refuse(now)
         lanes = self._open_lanes(now)
         if lanes:
             self._replan(now)
-            round_ = _Round(now)
+            round_ = Round(now)
             if self._price > 0 or self._contended():
                 self._serve_valued(lanes, round_)
             else:
-                self._serve(self._main, MAIN, lanes, round_, "slack")
-            self._serve(self._deferred, DEFERRED, lanes, round_, "left over, tokens per second")
-            if self._late_count and not self._shed:
+                self._serve(queues.main, MAIN, lanes, round_, "slack")
+            self._serve(queues.deferred, DEFERRED, lanes, round_, "left over, tokens per second")
+            if queues.late_count and not self._shed:
                 self._serve_late(lanes, round_)
             actions += round_.releases(self.lanes)
-        if self._waiting:
+        if queues.waiting:
             actions += self.macro.promote(self, now)
         return actions
 
     def next_wake(self, now: float) -> float | None:
         wake = self.macro.next_cycle
-        if self._waiting:
+        if self._queues.waiting:
             wake = min(wake, self._wake)
-            if self._expiry:
-                wake = min(wake, self._expiry[0][0] + 1e-4)
+            if self._queues.expiry:
+                wake = min(wake, self._queues.expiry[0][0] + 1e-4)
         return max(wake, now)
 
     def _open_lanes(self, now: float) -> list[Lane]:
@@ -237,32 +223,34 @@ class Collm:
         if not self._changed or now < self._plan_next:
             return
         self._changed = False
-        slack = max(0.0, self._expiry[0][0] - now) if self._expiry else 0.0
+        expiry = self._queues.expiry
+        slack = max(0.0, expiry[0][0] - now) if expiry else 0.0
         self._plan_next = now + min(REPLAN_MAX, max(REPLAN_SECONDS, REPLAN_SHARE * slack))
         if self.macro.typical is None:
             return
         busy = sum(max(0.0, lane.prefill_end - now) for lane in self.macro.order)
-        kept, dropped = keep_feasible(self._expiry, now, busy, len(self.macro.order))
+        kept, dropped = keep_feasible(expiry, now, busy, len(self.macro.order))
         self._price = max((w.density for w in dropped), default=0.0)
         for w in kept:
             if w.place == DEFERRED:
-                self._to(w, MAIN)
+                self._queues.put(w, MAIN)
         for w in dropped:
             if w.place == MAIN:
-                self._to(w, DEFERRED)
+                self._queues.put(w, DEFERRED)
 
     # ------------------------------------------------------------ serving
 
     def _contended(self) -> bool:
         """Several tenants have more waiting than the replicas take at once."""
-        return self.shares.several and len(self._waiting) > self.macro.room
+        return self.shares.several and len(self._queues) > self.macro.room
 
-    def _serve_valued(self, lanes: list[Lane], r: _Round) -> None:
+    def _serve_valued(self, lanes: list[Lane], r: Round) -> None:
         """Overload: by value; between tenants by the tokens they have had."""
-        while self._main and self._main[0][1] < r.now and lanes:  # without a SLO, waited long
-            if not self._serve(self._main, MAIN, lanes, r, "waited long", most=1):
+        queues = self._queues
+        while lanes and queues.overdue(r.now):
+            if not self._serve(queues.main, MAIN, lanes, r, "waited long", most=1):
                 break
-        tenants = {t: heap for t, heap in self._valued.items() if heap}
+        tenants = {t: heap for t, heap in queues.valued.items() if heap}
         why, most = "tokens per second, overload", RELEASES_MAX
         if len(tenants) > 1:
             why, most = "least served tenant, tokens per second", 1
@@ -276,7 +264,7 @@ class Collm:
         queue: list[Item],
         place: int,
         lanes: list[Lane],
-        r: _Round,
+        r: Round,
         order: str,
         most: int = RELEASES_MAX,
     ) -> int:
@@ -333,7 +321,7 @@ class Collm:
                 best, least = lane, score
         return best
 
-    def _release(self, w: Waiting, lane: Lane, lanes: list[Lane], r: _Round, why: str) -> None:
+    def _release(self, w: Waiting, lane: Lane, lanes: list[Lane], r: Round, why: str) -> None:
         slack = w.latest - r.now
         end = lane.release(w, r.now, self._safety)
         self._where[w.request.id] = lane
@@ -346,22 +334,17 @@ class Collm:
             lanes.remove(lane)
             self._wake = min(self._wake, lane.prefill_end - self._lead)
 
-    def _serve_late(self, lanes: list[Lane], r: _Round) -> None:
+    def _serve_late(self, lanes: list[Lane], r: Round) -> None:
         """Hopeless requests, oldest first, on the replicas that the load can spare."""
-        oldest = self._late[0]
-        spare = self.macro.spare(len(self.lanes))
-        if spare < 1 and r.now - oldest.arrived > LATE_AGE:
+        oldest = self._queues.oldest_late()
+        spare = self.macro.spare()
+        if spare < 1 and oldest is not None and r.now - oldest.arrived > LATE_AGE:
             spare = 1
         used = {lane.view.id for lane in self.macro.order if lane.background}
-        while self._late_count and lanes:
-            w = self._late[0]
-            if w.place != LATE:
-                self._late.popleft()
-                continue
+        while lanes and (w := self._queues.oldest_late()) is not None:
             lane = self._late_lane(w, lanes, used, spare)
             if lane is None:
                 return
-            self._late.popleft()
             w.late = True
             used.add(lane.view.id)
             self._release(w, lane, lanes, r, "hopeless, after all others")
@@ -374,117 +357,23 @@ class Collm:
                 continue
             if not lane.room(w.kv) or lane.slack() < lane.predict(w, 0.0)[2] + self._epsilon:
                 continue
-            score = len(lane.flight)
-            if score < least:
-                best, least = lane, score
+            if len(lane.flight) < least:
+                best, least = lane, len(lane.flight)
         return best
 
-    # ------------------------------------------------------------ queues
-
-    def _push(self, heap: list[Item], first: float, second: float, w: Waiting) -> None:
-        self._order += 1
-        heapq.heappush(heap, (first, second, self._order, w))
-
-    def _to(self, w: Waiting, place: int) -> None:
-        w.place = place
-        if place == MAIN:
-            self._push(self._main, -w.request.priority, w.latest, w)
-            valued = self._valued.setdefault(w.request.tenant, [])
-            self._push(valued, -w.request.priority, -w.density, w)
-        else:
-            self._push(self._deferred, -w.request.priority, -w.density, w)
-
-    def _to_late(self, w: Waiting) -> None:
-        w.place = LATE
-        self._late.append(w)
-        self._late_count += 1
-
     def _remove(self, w: Waiting) -> None:
-        if w.place == LATE:
-            self._late_count -= 1
-        w.place = GONE
-        del self._waiting[w.request.id]
+        self._queues.remove(w)
         self.shares.leave(w.request.tenant)
-
-    def _expire(self, now: float) -> None:
-        """Requests whose slack is used up are hopeless from now on."""
-        expiry = self._expiry
-        while expiry and expiry[0][0] < now:
-            w = heapq.heappop(expiry)[3]
-            if w.place in (MAIN, DEFERRED):
-                self._to_late(w)
-                self.macro.expired()
-
-    def _compact(self) -> None:
-        """Throw out entries that are stale once they are the majority."""
-        limit = 2 * len(self._waiting) + STALE_MAX
-        for heap, places in (
-            (self._main, (MAIN,)),
-            (self._deferred, (DEFERRED,)),
-            (self._expiry, (MAIN, DEFERRED)),
-        ):
-            if len(heap) > limit:
-                _clean(heap, places)
-        if sum(map(len, self._valued.values())) > limit:
-            for heap in self._valued.values():
-                _clean(heap, (MAIN,))
-            self._valued = {tenant: heap for tenant, heap in self._valued.items() if heap}
 
     def _refuse(self, now: float) -> list[Action]:
         """Hopeless requests are told so, with the time until the queue has drained."""
         actions: list[Action] = []
-        wait = max(1.0, self.macro.backlog_seconds(self._main, now))
-        while self._late:
-            w = self._late.popleft()
-            if w.place != LATE:
-                continue
+        wait = max(1.0, self.macro.backlog_seconds(self._queues.main, now))
+        while (w := self._queues.oldest_late()) is not None:
             self._remove(w)
             reason = (
                 f"cannot be answered within its latency limits: slack {w.latest - now:.3f} s, "
                 f"{w.output:.0f} output tokens expected"
             )
             actions.append(Shed(request=w.request.id, reason=reason, retry_after=math.ceil(wait)))
-        return actions
-
-
-def _clean(heap: list[Item], places: tuple[int, ...]) -> None:
-    heap[:] = [item for item in heap if item[3].place in places]
-    heapq.heapify(heap)
-
-
-class _Round:
-    """Releases of one decision, gathered per replica."""
-
-    def __init__(self, now: float) -> None:
-        self.now = now
-        self.count = 0
-        self._batches: dict[str, list[tuple[Waiting, float, float, str]]] = {}
-
-    def add(self, lane: Lane, w: Waiting, end: float, slack: float, why: str) -> None:
-        self.count += 1
-        self._batches.setdefault(lane.view.id, []).append((w, end, slack, why))
-
-    def releases(self, lanes: dict[str, Lane]) -> list[Action]:
-        actions: list[Action] = []
-        for replica, members in self._batches.items():
-            lane = lanes[replica]
-            numbers: dict[str, float | str] = {
-                "in_flight": len(lane.flight),
-                "b_limit": lane.view.b_limit,
-                "B": lane.B,
-                "bias": round(lane.bias, 3),
-                "order": members[0][3],
-            }
-            for w, end, slack, why in members:
-                key = w.request.id
-                numbers[f"predicted:{key}"] = round(end - self.now, 4)
-                numbers[f"slack:{key}"] = round(slack, 4)
-                numbers[f"order:{key}"] = why
-            actions.append(
-                Release(
-                    replica=replica,
-                    requests=tuple(w.request.id for w, _, _, _ in members),
-                    why=numbers,
-                )
-            )
         return actions

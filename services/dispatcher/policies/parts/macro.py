@@ -67,8 +67,9 @@ class Macro:
             )
         self.rate.arrived(0.0 if hopeless else w.cost)
 
-    def expired(self) -> None:
-        self._short = True
+    def expired(self, count: int) -> None:
+        """So many requests have become hopeless while they waited."""
+        self._short = self._short or count > 0
 
     def saw(self, step: StepSeen) -> None:
         if step.decode_tokens:
@@ -200,7 +201,7 @@ class Macro:
         if lane.view.dispatchable:
             self._free[lane] = None
 
-    def spare(self, replicas: int) -> int:
+    def spare(self) -> int:
         """Replicas that the load with SLOs leaves over."""
         needed = self.rate.work * self.rate.margin * (1 + self._headroom)
         return max(0, int(len(self.order) - needed))
