@@ -171,7 +171,9 @@ def schedule(o: Options) -> Iterator[Planned]:
 def make_prompts(o: Options) -> prompts.Prompts:
     """The run's prompts; raises PromptError."""
     lengths: prompts.Lengths = (
-        prompts.ByTokenizer(o.tokenizer) if o.tokenizer else prompts.ByCharacters()
+        prompts.ByTokenizer(o.tokenizer, templated=o.endpoint == CHAT)
+        if o.tokenizer
+        else prompts.ByCharacters()
     )
     samples = prompts.load(o.prompts, split=o.split) if o.prompts else prompts.synthetic()
     return prompts.Prompts(samples, lengths, o.seed)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from shared import training_data
+from shared import chat, training_data
 from shared.split import is_inference
 from shared.training_data import Chat
 
@@ -35,19 +35,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     reference: str
     source: str  # name of the file
 
-    @property
-    def question(self) -> str:
-        """The last user message: the part that is cut or repeated."""
-        return self.messages[-1]["content"]
-
 
 class Lengths(Protocol):
     """Counts and cuts text in tokens."""
 
     exact: bool
 
-    def shape(self, text: str, tokens: int) -> str:
-        """``text`` cut or repeated to ``tokens`` tokens."""
+    def shape(self, messages: Sequence[Message], tokens: int) -> str:
+        """The last message's text, cut or repeated so that the whole prompt has ``tokens``."""
         ...
 
 
@@ -56,38 +51,48 @@ class ByCharacters:
 
     exact = False
 
-    def shape(self, text: str, tokens: int) -> str:
+    def shape(self, messages: Sequence[Message], tokens: int) -> str:
+        text = messages[-1]["content"] + "\n"
         wanted = max(1, int(tokens * CHARACTERS_PER_TOKEN))
-        return _repeated(text, wanted)[:wanted]
+        return (text * (wanted // len(text) + 1))[:wanted]
 
 
 class ByTokenizer:
-    """Lengths by a ``tokenizer.json``; a text of N tokens may differ by a token after decoding."""
+    """Lengths by the model's tokenizer and chat template.
+
+    What the template and earlier messages add is taken off; a prompt is never shorter than that
+    and one token, and may differ by a token where text does not decode to the same tokens.
+    """
 
     exact = True
 
-    def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer
-
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.exists():
-            raise PromptError(f"{file}: no such file; --tokenizer wants a tokenizer.json")
-        self._tokenizer = Tokenizer.from_file(str(file))
+    def __init__(self, path: Path, *, templated: bool = True) -> None:
+        folder = path if path.is_dir() else path.parent
+        try:
+            self._chat = chat.load(folder)
+        except chat.ChatError as e:
+            raise PromptError(f"--tokenizer: {e}") from e
+        self._templated = templated and self._chat.template is not None
         self._ids: dict[str, list[int]] = {}
+        self._around: dict[str, int] = {}
 
-    def shape(self, text: str, tokens: int) -> str:
+    def shape(self, messages: Sequence[Message], tokens: int) -> str:
+        text = messages[-1]["content"]
         ids = self._ids.get(text)
         if ids is None:
-            ids = self._tokenizer.encode(text + "\n", add_special_tokens=False).ids
-            self._ids[text] = ids
-        repeated = ids * (tokens // len(ids) + 1)
-        shaped: str = self._tokenizer.decode(repeated[: max(1, tokens)], skip_special_tokens=False)
+            ids = self._ids[text] = self._chat.encode(text + "\n")
+            self._around[text] = self._overhead(messages)
+        wanted = max(1, tokens - self._around[text])
+        repeated = ids * (wanted // len(ids) + 1)
+        shaped: str = self._chat.tokenizer.decode(repeated[:wanted], skip_special_tokens=False)
         return shaped
 
-
-def _repeated(text: str, length: int) -> str:
-    text = text + "\n"
-    return text * (length // len(text) + 1)
+    def _overhead(self, messages: Sequence[Message]) -> int:
+        """Tokens of the prompt that are not the last message's text."""
+        empty = [*messages[:-1], {**messages[-1], "content": ""}]
+        if self._templated:
+            return len(self._chat.prompt(empty))
+        return sum(len(self._chat.encode(m["content"])) for m in empty)
 
 
 class Prompts:
@@ -108,7 +113,7 @@ class Prompts:
         """The sample's messages, its question shaped to ``tokens`` (None: as it is)."""
         if tokens is None:
             return sample.messages
-        last = {**sample.messages[-1], "content": self.lengths.shape(sample.question, tokens)}
+        last = {**sample.messages[-1], "content": self.lengths.shape(sample.messages, tokens)}
         return (*sample.messages[:-1], last)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.prompts import ByCharacters, ByTokenizer, PromptError, Prompts, load
+from shared.chat import load as load_chat
 from shared.split import is_inference, sample_id
 
 
@@ -68,14 +69,21 @@ def test_only_the_question_is_shaped(tmp_path: Path) -> None:
     assert prompts.messages(next(iter(prompts)), None)[1]["content"] == "how?"
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 17, 500])
-def test_a_tokenizer_gives_exact_lengths(tiny_folder: Path, tokens: int) -> None:
-    from tokenizers import Tokenizer
-
+@pytest.mark.parametrize("tokens", [90, 117, 500])
+def test_a_tokenizer_gives_the_length_of_the_whole_prompt(tiny_folder: Path, tokens: int) -> None:
     lengths = ByTokenizer(tiny_folder)
-    text = lengths.shape("a question of some length", tokens)
-    tokenizer = Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
-    assert len(tokenizer.encode(text).ids) == tokens
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a question of some length"},
+    ]
+    shaped = [messages[0], {"role": "user", "content": lengths.shape(messages, tokens)}]
+    assert len(load_chat(tiny_folder).prompt(shaped)) == tokens
+
+
+def test_without_a_template_only_the_text_counts(tiny_folder: Path) -> None:
+    lengths = ByTokenizer(tiny_folder, templated=False)
+    text = lengths.shape([{"role": "user", "content": "a question"}], 17)
+    assert len(load_chat(tiny_folder).encode(text)) == 17
 
 
 def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
