@@ -31,7 +31,7 @@ BAD_INPUT = (
     trace.TraceError,
     ValueError,
 )
-WHAT_IF_REQUESTS = 12_000  # requests of each trial of a what-if, unless --limit says otherwise
+WHAT_IF_REQUESTS = 8_000  # requests of each trial of a what-if, unless --limit says otherwise
 
 
 def register(app: typer.Typer) -> None:
