@@ -310,7 +310,7 @@ class Collm:
                     continue
             if flight and delay * (1 + safety) + epsilon > lane.slack():
                 continue
-            score = (end - now + delay * flight) / view.quality
+            score = (end - now + delay * flight) / lane.quality
             if lane.latency is None:
                 score = flight / view.b_limit
             if lane.rank >= active:  # only where it saves much, or nobody inside can do it

@@ -16,6 +16,7 @@ from services.dispatcher.policies.parts.waiting import Waiting
 from shared.latency import LatencyModel
 
 BIAS_SMOOTHING = 0.1
+QUALITY_LEAST = 1e-3  # of a replica; a quality of 0 would make every other choice equal
 INFINITY = math.inf
 
 
@@ -47,6 +48,7 @@ class Lane:
         "pi0",
         "pi1",
         "prefill_end",
+        "quality",
         "rank",
         "slacks",
         "view",
@@ -57,6 +59,7 @@ class Lane:
         self.latency: LatencyModel | None = None
         self.alpha0 = self.alpha1 = self.pi0 = self.pi1 = 0.0
         self.B = 0
+        self.quality = 1.0
         self.flight: dict[str, Running] = {}
         self.kv = 0
         self.prefill_end = 0.0
@@ -69,6 +72,7 @@ class Lane:
     def tell(self, view: ReplicaView, latency: LatencyModel | None) -> None:
         """Changed record or coefficients."""
         self.view, self.latency, self.B = view, latency, view.B
+        self.quality = max(view.quality, QUALITY_LEAST)
         if latency is not None:
             self.alpha0 = latency.alpha0 + latency.alpha2 * view.B
             self.alpha1 = latency.alpha1

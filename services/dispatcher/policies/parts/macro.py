@@ -89,7 +89,7 @@ class Macro:
         lanes = [lane for lane in policy.lanes.values() if lane.view.dispatchable]
         self._rates.clear()
         rates = {lane.view.id: self._rate(lane) for lane in lanes}
-        lanes.sort(key=lambda x: (-x.view.quality * rates[x.view.id], x.view.id))
+        lanes.sort(key=lambda x: (-x.quality * rates[x.view.id], x.view.id))
         self.order = lanes
         self._free = dict.fromkeys(lanes)
         self.room = sum(lane.view.b_limit for lane in lanes)
