@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,11 @@ from torch import Tensor
 from services.replica.adapters import AdapterSpec
 from services.replica.engines.base import EngineStatus, Rejected, StepReport
 from services.replica.engines.torch.backends import Loaded, load_backend
-from services.replica.engines.torch.grammar import Grammar, Grammars
+from services.replica.engines.torch.grammar import Grammars
 from services.replica.engines.torch.kv import PAGE, PagePool
-from services.replica.engines.torch.lora import Adapter, AdapterStore
-from services.replica.engines.torch.sampling import Row, choose, needs_logits
+from services.replica.engines.torch.lora import AdapterStore
+from services.replica.engines.torch.running import Running, check
+from services.replica.engines.torch.sampling import choose, needs_logits
 from services.replica.engines.torch.scheduler import Scheduler, Sequence, Work
 from services.replica.engines.torch.step import Step
 from shared.clock import Now
@@ -32,24 +32,6 @@ from shared.records import ModelCard
 log = logging.getLogger(__name__)
 
 RATE_MEMORY = 0.8  # weight of earlier steps in the time a prompt token takes
-
-
-@dataclass(eq=False)
-class _Running:
-    """A request in the engine."""
-
-    request: Generate
-    sequence: Sequence
-    adapter: Adapter | None
-    seed: int
-    stops: frozenset[int]
-    grammar: Grammar | None = None
-    stamps: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def made(self) -> int:
-        """Tokens of the answer so far, those of earlier attempts included."""
-        return len(self.sequence.tokens) - self.sequence.prompt
 
 
 class TorchEngine:
@@ -78,7 +60,7 @@ class TorchEngine:
         self._step_seconds = step_seconds
         self._token_seconds: float | None = None
         self._clock = clock
-        self._requests: dict[str, _Running] = {}
+        self._requests: dict[str, Running] = {}
         self._cancelled: list[Finished] = []
         self._threads = 0  # for the next step; 0 = as loaded
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -141,7 +123,9 @@ class TorchEngine:
     # ------------------------------------------------------------ requests
 
     def submit(self, request: Generate) -> None:
-        self._check(request)
+        if request.id in self._requests:
+            raise Rejected(f"request {request.id} is here already", status=409, code="duplicate")
+        check(request, self.card, self.pool.pages * PAGE)
         grammar = None
         if request.sampling.grammar is not None:
             grammar = self._grammars.start(request.sampling.grammar, request.generated)
@@ -158,47 +142,20 @@ class TorchEngine:
         seed = sampling.seed
         if seed is None:  # from the id, so that a second attempt goes on as the first would
             seed = int.from_bytes(hashlib.blake2b(request.id.encode(), digest_size=8).digest())
-        self._requests[request.id] = _Running(
+        self._requests[request.id] = Running(
             request, sequence, adapter, seed, frozenset(sampling.stop_token_ids), grammar
         )
         self.scheduler.add(sequence)
-
-    def _check(self, request: Generate) -> None:
-        """Raises Rejected for what can never be served."""
-        if request.id in self._requests:
-            raise Rejected(f"request {request.id} is here already", status=409, code="duplicate")
-        if not request.prompt:
-            raise Rejected("the prompt is empty", param="prompt")
-        tokens = [*request.prompt, *request.generated]
-        if not 0 <= min(tokens) <= max(tokens) < self.card.vocabulary:
-            raise Rejected(f"token ids run from 0 to {self.card.vocabulary - 1}", param="prompt")
-        wanted = request.sampling.max_tokens
-        if wanted <= len(request.generated):
-            raise Rejected(f"max_tokens is {wanted}: nothing is left to do", param="max_tokens")
-        total = len(request.prompt) + wanted
-        if total > self.card.context:
-            raise Rejected(
-                f"{len(request.prompt)} prompt tokens and {wanted} to generate are more than the "
-                f"model's context of {self.card.context}",
-                code="context_length_exceeded",
-                param="max_tokens",
-            )
-        if -(-total // PAGE) > self.pool.pages:
-            raise Rejected(
-                f"{total} tokens never fit into the KV memory of {self.pool.pages * PAGE}",
-                code="context_length_exceeded",
-                param="max_tokens",
-            )
 
     def cancel(self, request_id: str) -> bool:
         running = self._requests.get(request_id)
         if running is None:
             return False
         self._end(running)
-        self._cancelled.append(_finished(running, "cancelled"))
+        self._cancelled.append(running.finished("cancelled"))
         return True
 
-    def _end(self, running: _Running) -> None:
+    def _end(self, running: Running) -> None:
         """Its memory is free; its adapter's version too, after the last user."""
         del self._requests[running.request.id]
         self.scheduler.remove(running.sequence)
@@ -259,7 +216,7 @@ class TorchEngine:
         for item in work:
             self._requests[item.sequence.id].stamps.setdefault(Stamp.STARTED, now)
 
-    def _compute(self, work: list[Work]) -> list[tuple[_Running, int, TokenLogprobs | None]]:
+    def _compute(self, work: list[Work]) -> list[tuple[Running, int, TokenLogprobs | None]]:
         """Run the step; a token for each sequence whose tokens are all computed."""
         running = [self._requests[w.sequence.id] for w in work]
         choosing = [(r, w) for r, w in zip(running, work, strict=True) if w.last]
@@ -269,14 +226,14 @@ class TorchEngine:
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if result.logits is not None:
             at = [i for i, f in enumerate(full) if f]
-            rows = [self._row(choosing[i][0]) for i in at]
+            rows = [choosing[i][0].row() for i in at]
             for i, token, line in zip(at, *choose(result.logits, rows), strict=True):
                 tokens[i], logprobs[i] = token, line
         return [
             (r, token, line) for (r, _), token, line in zip(choosing, tokens, logprobs, strict=True)
         ]
 
-    def _arrays(self, work: list[Work], running: list[_Running], full: list[bool]) -> Step:
+    def _arrays(self, work: list[Work], running: list[Running], full: list[bool]) -> Step:
         starts = np.zeros(len(work) + 1, np.int32)
         np.cumsum([w.count for w in work], out=starts[1:])
         tokens: list[int] = []
@@ -297,20 +254,9 @@ class TorchEngine:
             ids=[w.sequence.id for w in work],
         )
 
-    def _row(self, running: _Running) -> Row:
-        sequence = running.sequence
-        return Row(
-            running.request.sampling,
-            running.seed,
-            running.made,
-            sequence.tokens[: sequence.prompt],
-            sequence.tokens[sequence.prompt :],
-            running.grammar.mask() if running.grammar else None,
-        )
-
     def _deliver(
         self,
-        chosen: list[tuple[_Running, int, TokenLogprobs | None]],
+        chosen: list[tuple[Running, int, TokenLogprobs | None]],
         finished: list[Finished],
     ) -> tuple[tuple[str, Output], ...]:
         """Append the tokens and make the outputs; sequences that end leave."""
@@ -320,11 +266,11 @@ class TorchEngine:
             request, offset = running.request, running.made
             running.stamps.setdefault(Stamp.FIRST_TOKEN, now)
             running.sequence.tokens.append(token)
-            reason = _reason(running, token)
+            reason = running.reason(token)
             if reason is not None:
                 running.stamps[Stamp.FINISHED] = now
                 self._end(running)
-                finished.append(_finished(running, reason))
+                finished.append(running.finished(reason))
             output = Output(
                 id=request.id,
                 attempt=request.attempt,
@@ -384,18 +330,3 @@ class TorchEngine:
 
     def close(self) -> None:
         self._worker.shutdown()
-
-
-def _reason(running: _Running, token: int) -> str | None:
-    """Why the answer ends with this token, if it does."""
-    grammar = running.grammar
-    if grammar is not None:
-        grammar.accept(token)
-    if token in running.stops or (grammar is not None and grammar.complete):
-        return "stop"
-    return "length" if running.made >= running.request.sampling.max_tokens else None
-
-
-def _finished(running: _Running, reason: str) -> Finished:
-    request = running.request
-    return Finished(request.id, request.attempt, len(request.prompt), running.made, reason)
