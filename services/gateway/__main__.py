@@ -7,7 +7,7 @@ import sys
 
 import uvloop
 
-from services.gateway.server import server
+from services.gateway.server import server, sockets
 from services.gateway.service import Gateway
 from services.gateway.settings import GatewaySettings
 from shared import logs
@@ -37,7 +37,7 @@ def main() -> int:
             print(e, file=sys.stderr)
             return False
         http = server(gateway)
-        await http.serve()
+        await http.serve(sockets(http, gateway))
         return http.started
 
     return 0 if uvloop.run(run()) else 1

@@ -219,7 +219,7 @@ class Answer:
         self.gone = False
         self.watcher: asyncio.Task[None] | None = None
         self.task: asyncio.Task[Any] | None = None  # that answers
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[bool] | None = None
         for choice in choices:
             choice.answer = self
 
@@ -247,7 +247,7 @@ class Answer:
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._waiter.set_result(True)
 
     def check(self) -> None:
         """Raises ApiError or ClientGone when the answer will not be completed."""
@@ -256,13 +256,19 @@ class Answer:
         if self.error is not None:
             raise self.error
 
-    async def changed(self) -> None:
-        """Until ``progressed``, ``fail`` or ``abandon`` is called next."""
-        self._waiter = asyncio.get_running_loop().create_future()
+    async def changed(self, seconds: float | None = None) -> bool:
+        """Until ``progressed``, ``fail`` or ``abandon`` is called next; False when ``seconds``
+        pass before that."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+        self._waiter = waiter
+        timer = None if seconds is None else loop.call_later(seconds, _silent, waiter)
         try:
-            await self._waiter
+            return await waiter
         finally:
             self._waiter = None
+            if timer is not None:
+                timer.cancel()
 
     async def complete(self) -> None:
         """Until every choice has ended. Raises ApiError, ClientGone."""
@@ -271,12 +277,17 @@ class Answer:
             await self.changed()
             self.check()
 
-    async def begun(self) -> None:
-        """Until the first text or the end. Raises ApiError, ClientGone."""
+    async def begun(self, seconds: float | None = None) -> bool:
+        """Until the first text or the end; False when nothing happened for ``seconds``.
+
+        Raises ApiError, ClientGone.
+        """
         self.check()
         while not self.done and not any(c.has_fresh for c in self.choices):
-            await self.changed()
+            if not await self.changed(seconds):
+                return False
             self.check()
+        return True
 
     def usage(self) -> dict[str, object]:
         completion = sum(len(c.tokens) for c in self.choices)
@@ -287,3 +298,8 @@ class Answer:
             "total_tokens": self.prompt_tokens + completion,
             "prompt_tokens_details": {"cached_tokens": min(cached, self.prompt_tokens)},
         }
+
+
+def _silent(waiter: asyncio.Future[bool]) -> None:
+    if not waiter.done():
+        waiter.set_result(False)

@@ -12,7 +12,15 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from services.gateway import errors, feedback, file_routes, job_routes, lora_routes, text_routes
+from services.gateway import (
+    errors,
+    feedback,
+    file_routes,
+    job_routes,
+    lora_routes,
+    openapi,
+    text_routes,
+)
 from services.gateway.catalogue import ServedModel, visible
 from services.gateway.errors import ApiError
 from services.gateway.front import crash
@@ -40,6 +48,8 @@ def build(gateway: Gateway) -> FastAPI:
     file_routes.add(app, gateway)
     job_routes.add(app, gateway)
     feedback.add(app, gateway)
+    described = openapi.description(project_version())
+    app.openapi = lambda: described  # type: ignore[method-assign]
     return app
 
 

@@ -13,6 +13,7 @@ from services.gateway.errors import ApiError
 from services.gateway.tools import Calls
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it, proxies see life
 
 
 class Form(Protocol):

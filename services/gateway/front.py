@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from services.gateway.access import Access
+from services.gateway.cors import Cors
 from services.gateway.errors import ApiError, ClientGone
 from services.gateway.http import Exchange, Receive, Scope, Send
 from services.gateway.metrics import Metrics
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 Handler = Callable[[Exchange], Awaitable[None]]
 # What a probe or a scraper asks without a key.
 OPEN = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/version"})
+# What only an admin may do.
+ADMIN = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -27,18 +30,31 @@ class Front:
     """``routes``: path -> handler of its POST requests."""
 
     def __init__(
-        self, routes: Mapping[str, Handler], rest: App, metrics: Metrics, access: Access
+        self,
+        routes: Mapping[str, Handler],
+        rest: App,
+        metrics: Metrics,
+        access: Access,
+        cors: Cors,
+        admin_port: int | None = None,
     ) -> None:
         self._routes, self._rest = routes, rest
-        self._metrics, self._access = metrics, access
+        self._metrics, self._access, self._cors = metrics, access, cors
+        self._admin_port = admin_port
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._rest(scope, receive, send)
             return
         exchange = Exchange(scope, receive, self._counting(send))
+        exchange.extra = self._cors.headers(exchange.headers)
+        if (answer := self._cors.preflight(scope["method"], exchange.headers)) is not None:
+            await exchange.start(204, answer)
+            await exchange.write(b"", more=False)
+            return
         if exchange.path not in OPEN:
             try:
+                self._right_port(scope)
                 exchange.caller = self._access.identify(exchange.headers)
             except ApiError as e:
                 await exchange.fail(e)
@@ -47,11 +63,20 @@ class Front:
         if handler is None:
             await self._other(exchange, scope, receive)
         elif scope["method"] != "POST":
+            exchange.extra += [(b"allow", b"POST")]
             await exchange.fail(
                 ApiError(405, f"method {scope['method']} is not allowed on {exchange.path}")
             )
         else:
             await self._answer(exchange, handler)
+
+    def _right_port(self, scope: Scope) -> None:
+        """Admin routes have a port of their own where one is set. Raises ApiError 404."""
+        if self._admin_port is None:
+            return
+        here = scope["server"][1] == self._admin_port
+        if here != (scope["path"] in ADMIN):
+            raise ApiError(404, f"no such route on this port: {scope['path'][:200]}")
 
     async def _answer(self, exchange: Exchange, handler: Handler) -> None:
         answered = False

@@ -12,7 +12,7 @@ from services.gateway.access import Principal
 from services.gateway.answer import Answer, Choice
 from services.gateway.catalogue import Target
 from services.gateway.errors import ApiError, Headers, bad_value
-from services.gateway.forms import DONE, ChatForm, CompletionForm, Form, error_frame
+from services.gateway.forms import DONE, KEEP_ALIVE, ChatForm, CompletionForm, Form, error_frame
 from services.gateway.http import Exchange
 from shared.messages import Generate, Sampling
 
@@ -45,6 +45,7 @@ class Generation:
         grammar = structured.grammar(request.response_format)
         target = await self.target(request.model, exchange.caller)
         offered = tools.offered(request, target.model)
+        grammar = tools.demanded(request, grammar) or grammar
         prompt = await prompts.chat_prompt(request, target.model, len(body), offered)
         named, param = request.max_completion_tokens, "max_completion_tokens"
         if named is None:
@@ -198,7 +199,8 @@ class Generation:
         self, exchange: Exchange, answer: Answer, form: Form, with_usage: bool
     ) -> None:
         reserved = answer.prompt_tokens + sum(c.request.sampling.max_tokens for c in answer.choices)
-        entry, exchange.extra = self._access.admit(exchange.caller, reserved)
+        entry, limits = self._access.admit(exchange.caller, reserved)
+        exchange.extra += limits
         self._desk.open(answer, exchange)
         try:
             if answer.stream:
@@ -214,18 +216,16 @@ class Generation:
     async def _stream(
         self, exchange: Exchange, answer: Answer, form: Form, with_usage: bool
     ) -> None:
-        await answer.begun()  # an error until here is a plain HTTP error
+        silence = self._settings.sse_keep_alive or None
+        begun = await answer.begun(silence)  # an error until here is a plain HTTP error
         await exchange.start(200, [*SSE, *_about(answer)])
         parts = [form.first(choice) for choice in answer.choices]
+        if not begun:
+            parts.append(KEEP_ALIVE)
         closed: set[int] = set()
         try:
             while True:
-                for choice in answer.choices:
-                    if choice.has_fresh:
-                        parts.append(form.piece(choice))
-                    if choice.finish is not None and choice.index not in closed:
-                        closed.add(choice.index)
-                        parts.append(form.last(choice))
+                parts += _news(answer, form, closed)
                 if answer.done:
                     break
                 if parts:
@@ -233,7 +233,8 @@ class Generation:
                     parts = []
                 answer.check()
                 if not (answer.done or any(c.has_fresh for c in answer.choices)):
-                    await answer.changed()
+                    if not await answer.changed(silence):
+                        parts.append(KEEP_ALIVE)
                     answer.check()
         except ApiError as e:
             await exchange.write(b"".join([*parts, error_frame(e)]), more=False)
@@ -242,6 +243,18 @@ class Generation:
             parts.append(form.usage(answer))
         parts.append(DONE)
         await exchange.write(b"".join(parts), more=False)
+
+
+def _news(answer: Answer, form: Form, closed: set[int]) -> list[bytes]:
+    """Chunks with what is new; choices that have ended go into ``closed``."""
+    parts = []
+    for choice in answer.choices:
+        if choice.has_fresh:
+            parts.append(form.piece(choice))
+        if choice.finish is not None and choice.index not in closed:
+            closed.add(choice.index)
+            parts.append(form.last(choice))
+    return parts
 
 
 def _with_usage(request: wire.Parameters) -> bool:

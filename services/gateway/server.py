@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
 
 import uvicorn
 
@@ -17,18 +18,10 @@ log = logging.getLogger(__name__)
 def server(gateway: Gateway) -> uvicorn.Server:
     """A server for this gateway; ``serve()`` runs until SIGTERM or ``should_exit``."""
     settings = gateway.settings
-    host = settings.host
-    if gateway.access.open and not _loopback(host) and not settings.allow_open:
-        log.warning(
-            "no keys file (COLLM_API_KEYS_FILE): listening on loopback only instead of %s; "
-            "make keys with 'collm keys create', or set allow_open where others are kept out",
-            host,
-        )
-        host = "127.0.0.1"
     return uvicorn.Server(
         uvicorn.Config(
             gateway.asgi,
-            host=host,
+            host=_allowed(gateway, settings.host),
             port=settings.port,
             loop="uvloop",
             http=limited(settings.max_header_bytes),
@@ -44,6 +37,28 @@ def server(gateway: Gateway) -> uvicorn.Server:
             backlog=2048,
         )
     )
+
+
+def sockets(http: uvicorn.Server, gateway: Gateway) -> list[socket.socket] | None:
+    """What ``serve`` takes: the port and the admin port, bound; None: the server's own port."""
+    settings = gateway.settings
+    if settings.admin_port is None:
+        return None
+    host = _allowed(gateway, settings.admin_host)
+    admin = uvicorn.Config(gateway.asgi, host=host, port=settings.admin_port, log_config=None)
+    return [http.config.bind_socket(), admin.bind_socket()]
+
+
+def _allowed(gateway: Gateway, host: str) -> str:
+    """The host, or loopback where everybody would be the operator."""
+    if not gateway.access.open or _loopback(host) or gateway.settings.allow_open:
+        return host
+    log.warning(
+        "no keys file (COLLM_API_KEYS_FILE): listening on loopback only instead of %s; "
+        "make keys with 'collm keys create', or set allow_open where others are kept out",
+        host,
+    )
+    return "127.0.0.1"
 
 
 def _loopback(host: str) -> bool:

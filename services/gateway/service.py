@@ -16,6 +16,7 @@ from services.gateway import app, errors
 from services.gateway.access import Access
 from services.gateway.answer import Choice
 from services.gateway.catalogue import Catalogue
+from services.gateway.cors import Cors
 from services.gateway.desk import Desk
 from services.gateway.feedback import Memory
 from services.gateway.file_routes import Files
@@ -102,6 +103,8 @@ class Gateway:
             app.build(self),
             self.metrics,
             self.access,
+            Cors(settings.cors_origins),
+            settings.admin_port,
         )
 
     # ------------------------------------------------------------ life

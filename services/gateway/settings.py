@@ -92,4 +92,14 @@ class GatewaySettings(settings.Settings):
     max_header_bytes: int = Field(32 << 10, ge=1024)
     body_timeout: float = Field(30.0, gt=0, description="Seconds for a whole request body")
     max_choices: int = Field(128, ge=1, description="n times the number of prompts")
+    sse_keep_alive: float = Field(
+        15.0, ge=0, description="Seconds of silence before a comment in a stream; 0: none"
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (), description="Web pages that may call, as https://host; '*': all; none: CORS is off"
+    )
+    admin_port: int | None = Field(
+        None, ge=1, le=65535, description="The admin routes answer here and nowhere else"
+    )
+    admin_host: str = Field("127.0.0.1", description="Address of admin_port")
     shutdown_grace: float = Field(30.0, gt=0, description="Seconds for running answers at the end")

@@ -26,14 +26,22 @@ def grammar(response_format: dict[str, Any] | None) -> str | None:
     schema = outer.get("schema") if isinstance(outer, dict) else None
     if not isinstance(schema, dict):
         raise bad_value("response_format", "response_format.json_schema.schema: an object expected")
-    text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    return schema_text(schema, "response_format")
+
+
+def schema_text(schema: dict[str, Any], param: str) -> str:
+    """A checked schema as the engine takes it. Raises ApiError 400 naming ``param``."""
+    try:
+        text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        raise bad_value(param, "the schema is nested too deeply") from None
     if len(text) > LARGEST_SCHEMA:
-        raise bad_value("response_format", f"the schema is larger than {LARGEST_SCHEMA} bytes")
-    _check(schema)
+        raise bad_value(param, f"the schema is larger than {LARGEST_SCHEMA} bytes")
+    _check(schema, param)
     return text
 
 
-def _check(schema: dict[str, Any]) -> None:
+def _check(schema: dict[str, Any], param: str) -> None:
     """Against the meta-schema; only references inside the schema are followed."""
     from jsonschema import Draft202012Validator, SchemaError  # loaded by those who need it
 
@@ -41,14 +49,12 @@ def _check(schema: dict[str, Any]) -> None:
         Draft202012Validator.check_schema(schema)
     except SchemaError as e:
         where = "/".join(map(str, e.absolute_path))
-        raise bad_value(
-            "response_format", f"not a JSON schema: {where}: {e.message[:200]}"
-        ) from None
+        raise bad_value(param, f"not a JSON schema: {where}: {e.message[:200]}") from None
     except RecursionError:
-        raise bad_value("response_format", "the schema is nested too deeply") from None
+        raise bad_value(param, "the schema is nested too deeply") from None
     for reference in _references(schema):
         if not reference.startswith("#"):
-            raise bad_value("response_format", f"reference {reference!r} leaves the schema")
+            raise bad_value(param, f"reference {reference!r} leaves the schema")
 
 
 def _references(value: Any) -> list[str]:

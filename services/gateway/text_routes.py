@@ -35,6 +35,18 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     tokens: list[int]
 
 
+# Route of OpenAI's API -> why it is not here, and what to do instead.
+REFUSED = {
+    "/v1/embeddings": (
+        "Embeddings are not offered: the models served here are trained to continue texts, and "
+        "what they hold inside makes poor embeddings. Use a model made for it"
+    ),
+    "/v1/responses": (
+        "The Responses API is not offered: nothing is kept between requests here. Send the "
+        "messages to /v1/chat/completions"
+    ),
+}
+
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
@@ -80,13 +92,11 @@ def add(app: FastAPI, gateway: Gateway, version: str) -> None:
         ids = token_prompt(asked.tokens, target.model.card.vocabulary)
         return json({"prompt": target.model.vocabulary.decode(ids)})
 
-    @app.post("/v1/embeddings")
-    @app.post("/v1/responses")
-    async def refused(request: Request) -> Response:
-        """These models write text; nothing else is offered."""
-        raise ApiError(
-            404,
-            f"{request.url.path} is not offered: this server answers /v1/chat/completions and "
-            "/v1/completions",
-            code="unsupported_endpoint",
-        )
+    for path, why in REFUSED.items():
+        _refuse(app, path, why)
+
+
+def _refuse(app: FastAPI, path: str, why: str) -> None:
+    @app.post(path)
+    async def refused() -> Response:
+        raise ApiError(404, f"{path}: {why}", code="unsupported_endpoint")

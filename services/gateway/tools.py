@@ -14,6 +14,7 @@ from typing import Any
 
 from services.gateway.catalogue import ServedModel
 from services.gateway.errors import bad_value, unsupported
+from services.gateway.structured import schema_text
 from services.gateway.text import StopScanner
 from services.gateway.wire import ChatRequest
 
@@ -29,8 +30,6 @@ def offered(request: ChatRequest, model: ServedModel) -> list[dict[str, Any]] | 
         return None
     if choice == "none":
         return None
-    if choice not in (None, "auto"):
-        raise unsupported("tool_choice", "only none and auto are")
     for i, tool in enumerate(request.tools):
         _check(i, tool)
     if not model.knows_tools:
@@ -44,6 +43,64 @@ def _check(i: int, tool: Mapping[str, Any]) -> None:
         raise bad_value("tools", f"tools[{i}]: type 'function' with a function object expected")
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise bad_value("tools", f"tools[{i}].function.name: a text expected")
+    if not isinstance(function.get("parameters", {}), dict | None):
+        raise bad_value("tools", f"tools[{i}].function.parameters: a JSON schema expected")
+
+
+def demanded(request: ChatRequest, grammar: str | None) -> str | None:
+    """The schema of an answer that must be a call; None where it need not be one.
+
+    One object ``{"name": …, "arguments": …}`` of the tools that may be called, which ``Calls``
+    reads back. Raises ApiError 400.
+    """
+    choice = request.tool_choice
+    if not request.tools or choice in (None, "auto", "none"):
+        return None
+    tools = request.tools
+    if choice != "required":
+        name = _named(choice)
+        tools = [t for t in tools if t["function"]["name"] == name]
+        if not tools:
+            raise bad_value("tool_choice", f"tool_choice: no tool is named {name!r}")
+    if grammar is not None:
+        raise bad_value("tool_choice", "a demanded call and a response_format exclude each other")
+    options = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "arguments": _moved(
+                    tool["function"].get("parameters") or {"type": "object"},
+                    f"#/anyOf/{i}/properties/arguments",
+                ),
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for i, tool in enumerate(tools)
+    ]
+    return schema_text({"anyOf": options}, "tools")
+
+
+def _named(choice: Any) -> str:
+    function = choice.get("function") if isinstance(choice, dict) else None
+    if isinstance(function, dict) and choice.get("type") == "function":
+        return str(function.get("name"))
+    raise unsupported("tool_choice", "none, auto, required and a named function are")
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """The schema for a place inside another: its references start at their old root."""
+    if isinstance(schema, list):
+        return [_moved(item, to) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: to + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, to)
+        for key, value in schema.items()
+    }
 
 
 def for_template(calls: Sequence[Any]) -> list[Any]:

@@ -236,6 +236,7 @@ async def test_requests_survive_a_crash_of_redis(tmp_path, tiny_folder, append_o
             await until(lambda: not gateway.inbox.connected, "the gateway to notice")
             assert (await http.get("/health")).status_code == 503
             server.start()
+            await client.connection_pool.disconnect()  # the old server's
             await register(client, MODEL, tiny_folder)
             answerer.hold.set()
             responses = await asyncio.gather(*before, *during)
