@@ -111,7 +111,7 @@ async def test_a_second_dispatcher_takes_over_what_the_first_had_pending(
         assert await drained(redis)
 
 
-async def test_a_standby_takes_over_within_three_seconds_of_a_crash(
+async def test_a_standby_takes_over_when_the_lease_of_a_crashed_one_runs_out(
     redis: Redis, redis_server: RedisServer
 ) -> None:
     gateway, replica = ScriptedGateway(redis), ScriptedReplica(redis)
@@ -123,7 +123,7 @@ async def test_a_standby_takes_over_within_three_seconds_of_a_crash(
     async with running(redis_server.url) as standby:
         await asyncio.sleep(0)
         assert standby.active is None
-        await eventually(replica.ids, "released by the standby", seconds=4.0)
+        await eventually(replica.ids, "released by the standby")
 
 
 async def test_a_dispatcher_that_lost_its_lease_releases_nothing_more(
