@@ -21,7 +21,6 @@ from shared import blobs, names, rounds
 from shared.messages import BODY, QualitySample, TrainSample, decode
 from tests.training.process import LORA, TrainingProcess, until
 
-
 ENDED = ("finished", "failed", "stopped")
 
 
