@@ -101,7 +101,6 @@ class ServingGate:
         self._lease: Lease | None = None
         self._looked = 0.0
         self.first_micro_step = 0.0  # CLOCK_MONOTONIC; 0 = none yet
-        self.samples = 0  # of the micro-steps to come; 0 = the limit in force
 
     # ------------------------------------------------------------ Gate
 
@@ -111,7 +110,7 @@ class ServingGate:
         now = time.monotonic()
         self.first_micro_step = self.first_micro_step or now
         self._block.micro_started = now
-        self._block.micro_samples = max(1, self.samples or self._block.B)
+        self._block.micro_samples = samples
         return waited
 
     def inside(self) -> float:
@@ -119,11 +118,11 @@ class ServingGate:
         self._check()
         if self._lease is None or not self._must_give_way():
             return 0.0
+        block = self._block
+        started, samples = block.micro_started, block.micro_samples
         self._give_back()
-        started = self._block.micro_started
-        self._block.micro_started = 0.0
         waited = self._wait()
-        self._block.micro_started = started + waited
+        block.micro_started, block.micro_samples = started + waited, samples
         return waited
 
     def after_micro_step(self, seconds: float, samples: int, tokens: int) -> None:

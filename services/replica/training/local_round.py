@@ -134,7 +134,7 @@ class LocalRound:
                 history.heldout_before = history.best = trainer.evaluate(self._heldout)
             turn = history.steps
             while history.steps < job.steps:
-                trainer.B = self._gate.samples = job.micro_batches[turn % len(job.micro_batches)]
+                trainer.B = job.micro_batches[turn % len(job.micro_batches)]
                 turn += 1
                 if trainer.B == 0:
                     self._gate.rest(self._last_step_seconds)
