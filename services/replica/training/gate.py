@@ -154,6 +154,7 @@ class ServingGate:
 
     def _wait(self) -> float:
         """Until slots are held; returns the seconds it took."""
+        self._give_back()  # a step that ended by an exception may have left some
         started = time.monotonic()
         told = False
         while not self._try_begin():
