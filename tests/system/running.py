@@ -25,7 +25,11 @@ class System:
     """`collm up --json`, ready. Leaving the block stops it with Ctrl-C."""
 
     def __init__(
-        self, data: Path, *options: str, variables: Mapping[str, str] | None = None
+        self,
+        data: Path,
+        *options: str,
+        variables: Mapping[str, str] | None = None,
+        start_seconds: float = START_SECONDS,
     ) -> None:
         self.data = data
         command = [sys.executable, "-m", "collm", "up", "--json", "--data-dir", str(data)]
@@ -45,15 +49,19 @@ class System:
                     }
                 ),
             )
-        self.facts = self._await_line()
+        self.facts: dict[str, Any] = {}
+        try:
+            self.facts = self._await_line(start_seconds)
+        finally:
+            if not self.facts:  # also when the test's own time limit ends the waiting
+                self.process.kill()
+                self.process.wait()
 
-    def _await_line(self) -> dict[str, Any]:
+    def _await_line(self, seconds: float) -> dict[str, Any]:
         assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
+        readable, _, _ = select.select([self.process.stdout], [], [], seconds)
         line = self.process.stdout.readline() if readable else b""
         if not line:
-            self.process.kill()
-            self.process.wait()
             raise AssertionError(f"`collm up` is not ready:\n{self.log.read_text()}")
         return dict(json.loads(line))
 
