@@ -8,6 +8,7 @@ from collm.dashboard.views import CURVES, AdapterRow, Lane, Levels, Point, Rates
 
 Options = dict[str, Any]
 
+FONT = "system-ui, -apple-system, Segoe UI, Roboto, DejaVu Sans, sans-serif"
 INK, FAINT = "#8b93a1", "rgba(139,147,161,0.22)"
 BLUE, GREEN, AMBER, GREY = "#3b82c4", "#2f9e63", "#d9902f", "#8b93a1"
 PALETTE = [BLUE, AMBER, GREEN, "#8e5bd0", "#d0433b", "#1ba3a3", "#b5628f", "#7a8b2f"]
@@ -42,7 +43,7 @@ def goodput(rates: Rates, start: float, end: float) -> Options:
     return _timed(
         start,
         end,
-        [_axis("requests / s"), _axis("%", right=True, top=100)],
+        [_axis("requests / s"), {**_axis("%", right=True, top=100), "interval": 25}],
         [
             _line("in time / s", rates.goodput, GREEN, area=True),
             _line("ended / s", rates.ended, GREY),
@@ -175,7 +176,8 @@ def losses(view: SessionView) -> Options:
 def _base() -> Options:
     return {
         "animation": False,
-        "textStyle": {"fontFamily": "inherit", "color": INK},
+        "useUTC": True,
+        "textStyle": {"fontFamily": FONT, "color": INK},
         "grid": {"left": 8, "right": 12, "top": 52, "bottom": 8, "containLabel": True},
         "legend": {
             "type": "scroll",
