@@ -27,6 +27,7 @@ MODELS = {
     "replica": ("services.replica.settings", "ReplicaSettings"),
     "training": ("services.replica.training.settings", "TrainingSettings"),
     "up": ("collm.up.settings", "UpSettings"),
+    "dashboard": ("collm.dashboard.settings", "DashboardSettings"),
 }
 INTRODUCTION = """# Configuration
 

@@ -24,6 +24,7 @@ EVENTS = 1000  # events kept for the list
 MOVES = 500  # state changes kept of a replica
 STEPS = 400  # training steps kept of a client
 ROUNDS = 500
+RECENT = 30  # slices kept of a single replica's batch
 KEYS = 256  # replicas, clients or sessions remembered at most
 
 
@@ -133,8 +134,7 @@ class History:
         time = entry_time(entry_id)
         self.emulated |= sample.emulated
         self.rates.add(time, tokens=sample.decode_tokens, finished=len(sample.finished))
-        keep = int(self.seconds / WIDTH)
-        mine = _remember(self.batches, sample.replica, Buckets(WIDTH, keep), keep_old=True)
+        mine = _remember(self.batches, sample.replica, Buckets(WIDTH, RECENT), keep_old=True)
         mine.add(time, requests=sample.b * sample.seconds, seconds=sample.seconds)
         self.levels.add(time, requests=sample.b * sample.seconds, seconds=sample.seconds)
         self.changes += 1

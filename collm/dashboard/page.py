@@ -34,7 +34,7 @@ class Page:
         ui.add_css(STYLE)
         self._dark = ui.dark_mode(None)
         self._head()
-        with ui.element("main"):
+        with ui.element("div").classes("sheet"):
             self._body()
         ui.timer(REFRESH, self.refresh)
         self.refresh(force=True)

@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 
 import uvicorn
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from nicegui import ui
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    ProcessCollector,
+    generate_latest,
+)
 
 from collm.dashboard.history import History
 from collm.dashboard.page import Page
@@ -34,6 +41,8 @@ def application(settings: DashboardSettings) -> FastAPI:
     history = History(settings.history)
     redis = connect(settings.redis_url, max_connections=4)
     reader = Reader(redis, history, settings.interval)
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
     gateways = GatewayReader(settings.gateways, history, reader.clock)
 
     @contextlib.asynccontextmanager
@@ -65,6 +74,11 @@ def application(settings: DashboardSettings) -> FastAPI:
             return JSONResponse({"status": "red", "reason": history.away}, 503)
         return JSONResponse({"status": "ok"})
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """This process's own memory, processor time and descriptors; none of the cluster's."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
     @ui.page("/", title=TITLE)
     def index() -> None:
         Page(history, reader.clock)
@@ -80,6 +94,7 @@ async def serve(settings: DashboardSettings, ready: Callable[[str], None]) -> No
     config = uvicorn.Config(
         application(settings),
         log_config=None,
+        log_level="warning",  # a line a tab says nothing
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=3,
@@ -87,6 +102,11 @@ async def serve(settings: DashboardSettings, ready: Callable[[str], None]) -> No
     listener = socket.create_server((settings.host, settings.port))
     host, port = listener.getsockname()[:2]
     ready(f"http://{host}:{port}")
+    # uvicorn stops on these signals and raises them once more when it is done, for handlers that
+    # were there before; without any the process would end by the signal instead of with 0.
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, log.info, "stopped")
     await uvicorn.Server(config).serve(sockets=[listener])
 
 

@@ -75,7 +75,8 @@ async def adapters(redis: Redis, folder: Path) -> None:
         quality = 1.0
         for number in range(rounds):
             promote = number != 3
-            quality *= 1.0 if number == 0 else 1.06 if promote else 0.97
+            gain = 1.06 if name == "support" else 1.03
+            quality *= 1.0 if number == 0 else gain if promote else 0.97
             entry = AdapterVersion(
                 version=f"r{number}", path=f"{folder}/{name}/r{number}", round=number,
                 quality=quality, parent=f"r{number - 1}" if number else "",

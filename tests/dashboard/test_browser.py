@@ -125,6 +125,7 @@ async def test_the_page_shows_the_cluster_and_follows_it(
         await page.fill("input[aria-label=contains]", "replica-9")
         await page.wait_for_function("document.querySelectorAll('.event').length == 1")
         assert errors == []
+        assert await dashboard.status("/metrics") == 200
     assert "Traceback" not in dashboard.log
 
 
