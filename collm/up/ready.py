@@ -1,4 +1,8 @@
-"""Ready means: a real request for each model was answered through the gateway."""
+"""Ready means: a real request for each model was answered through the gateway.
+
+Where the gateway wants a key and COLLM_API_KEY holds none that it knows, a replica that serves,
+as the open route /health shows it, has to do.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,11 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
+from collm.where import api_key
+
 Tell = Callable[[str], None]
 POLL_SECONDS = 0.1
+SERVING = frozenset({"serving", "idle", "combined"})
 
 
 class NotReady(RuntimeError):
@@ -19,7 +26,10 @@ class NotReady(RuntimeError):
 async def answers(url: str, models: Sequence[str], timeout: float, tell: Tell) -> None:
     """Ask each model for one token until it answers. Raises NotReady after ``timeout`` seconds."""
     end = time.monotonic() + timeout
-    async with httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False) as client:
+    headers = {"authorization": f"Bearer {api_key()}"}
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=30.0, trust_env=False
+    ) as client:
         for model in models:
             await _ask(client, model, end, tell)
 
@@ -33,7 +43,9 @@ async def _ask(client: httpx.AsyncClient, model: str, end: float, tell: Tell) ->
         except httpx.TransportError as e:
             now = f"the gateway is not reached ({type(e).__name__})"
         else:
-            if reply.status_code == 200:
+            if reply.status_code == 200 or (
+                reply.status_code == 401 and await _serves(client, model)
+            ):
                 return
             now = f"the gateway says {reply.status_code}: {_message(reply)}"
         if now != seen:
@@ -41,6 +53,15 @@ async def _ask(client: httpx.AsyncClient, model: str, end: float, tell: Tell) ->
             seen = now
         await asyncio.sleep(POLL_SECONDS)
     raise NotReady(f"{model} did not answer in time; seen last: {seen}")
+
+
+async def _serves(client: httpx.AsyncClient, model: str) -> bool:
+    """Whether /health names a replica of the model that takes requests."""
+    try:
+        states = (await client.get("/health")).json()["models"][model]["replicas"].values()
+    except (httpx.TransportError, ValueError, KeyError):
+        return False
+    return not SERVING.isdisjoint(states)
 
 
 def _message(reply: httpx.Response) -> str:
