@@ -28,7 +28,7 @@ class Page:
 
     def __init__(self, history: History, now: Now) -> None:
         self._history, self._now = history, now
-        self._window, self._seen = 900, -1
+        self._window, self._seen = 300, -1
         self._sessions: dict[str, tuple[ui.html, ui.echart]] = {}
         self._parts: list[Callable[[float], None]] = []
         ui.add_css(STYLE)

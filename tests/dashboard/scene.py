@@ -94,12 +94,12 @@ async def rounds(redis: Redis) -> str:
         done=3, deadline=moment + 95, B=dict.fromkeys(CLIENTS, 4),
     )  # fmt: skip
     await sessions.open_session(redis, session)
-    created = await redis.hget(names.session(session.id), "created")
-    start = float(created)
+    start = moment - 90
+    await redis.hset(names.session(session.id), "created", f"{start}")
     for number in range(40):
         for offset, client in enumerate(CLIENTS):
             sample = TrainSample(
-                replica=client, adapter="support", time=start + 0.01 * number, round=number // 10,
+                replica=client, adapter="support", time=start + 2 * number, round=number // 10,
                 step=number, B=4, b=3, micro_seconds=0.2,
                 loss=2.1 + 0.9 * math.exp(-number / 15) + 0.05 * math.sin(number * 2.0 + offset),
             )  # fmt: skip
