@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import orjson
+from safetensors import SafetensorError, safe_open
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 CONFIG_FILE = "adapter_config.json"
@@ -120,6 +121,22 @@ def read_card(path: Path) -> PeftCard:
         lora_alpha=float(alpha),
         target_modules=tuple(modules),
     )
+
+
+def check_tensors(path: Path) -> None:
+    """Whether the tensor file's header fits the file. Nothing is read but the header.
+
+    Raises BadFolder.
+    """
+    file = path / TENSOR_FILE
+    try:
+        with safe_open(file, framework="np") as tensors:
+            if not list(tensors.keys()):
+                raise BadFolder(f"{file}: it holds no tensors")
+    except OSError as e:
+        raise BadFolder(f"{file}: {e.strerror or e}") from e
+    except SafetensorError as e:
+        raise BadFolder(f"{file}: not a safetensors file: {e}") from e
 
 
 def remove(data_dir: Path, name: str, version: str | None = None) -> None:

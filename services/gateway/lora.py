@@ -69,6 +69,7 @@ class Adapters:
                 adapter_files.confined(self._root, folder / file)
             card = adapter_files.read_card(folder)
             size = (folder / TENSOR_FILE).stat().st_size
+            adapter_files.check_tensors(folder)
         except (BadPath, ValueError) as e:
             if isinstance(e, BadFolder):
                 raise _not_found(f"No adapter found: {e}") from None

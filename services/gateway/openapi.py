@@ -13,6 +13,7 @@ from services.gateway.feedback import FeedbackRequest
 from services.gateway.front import ADMIN, OPEN
 from services.gateway.job_request import JobRequest
 from services.gateway.lora_routes import LoadRequest, UnloadRequest
+from services.gateway.prompts import ROLES
 from services.gateway.routes import MOST
 from services.gateway.text_routes import REFUSED, DetokenizeRequest, TokenizeRequest
 
@@ -74,6 +75,28 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("get", "/version"): Route("The version", shapes.Version),
     **{("post", path): Route(why, None) for path, why in REFUSED.items()},
 }
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "items": {"type": "string"}},
+        _IDS,
+        {"type": "array", "minItems": 1, "items": _IDS},
+    ]
+}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": sorted(ROLES)},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+    },
+    "required": ["role", "content"],
+}
 HEALTH = frozenset({"/health", "/health/ready"})
 
 
@@ -119,8 +142,10 @@ def _narrow(schema: dict[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> N
     _bound(properties["n"], minimum=1)
     _bound(properties["seed"], minimum=-params.SEEDS, maximum=params.SEEDS - 1)
     _bound(properties["max_tokens"], minimum=1)
+    if "prompt" in properties:
+        properties["prompt"] = PROMPT
     if "messages" in properties:
-        properties["messages"]["minItems"] = 1
+        properties["messages"] = {"type": "array", "minItems": 1, "items": MESSAGE}
         _bound(properties["max_completion_tokens"], minimum=1)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 
 import pytest
 
 from services.gateway.protocol import LimitedProtocol
+from shared import api_keys
 from tests.gateway.answerer import says, until
 from tests.gateway.conftest import MODEL, Served
 
@@ -150,3 +152,110 @@ async def test_no_answer_tells_what_software_answers(alive: Served):
     response = await alive.http.get("/health")
     assert "server" not in response.headers
     assert "date" not in response.headers
+
+
+async def test_deep_json_is_refused_wherever_it_is_put(alive: Served):
+    deep = "[" * 100_000 + "]" * 100_000
+    nested = '{"a":' * 20_000 + "1" + "}" * 20_000
+    head = f'{{"model":"{MODEL}","max_tokens":2,'
+    for path, body in (
+        ("/v1/chat/completions", deep),
+        ("/v1/completions", f'{head}"prompt":{deep}}}'),
+        ("/v1/chat/completions", f'{head}"messages":[{{"role":"user","content":{deep}}}]}}'),
+        ("/v1/chat/completions", f'{head}"messages":[],"metadata":{nested}}}'),
+        ("/tokenize", f'{{"model":"{MODEL}","messages":[{nested}]}}'),
+        ("/v1/feedback", nested),
+        ("/v1/fine_tuning/jobs", nested),
+        ("/v1/load_lora_adapter", nested),
+    ):
+        response = await alive.http.post(path, content=body)
+        assert response.status_code == 400, (path, response.text[:200])
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_headers_cannot_be_injected_nor_choose_the_tenant(alive: Served):
+    head = b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n"
+    for line in (b"X-Request-Id: a\tb", b"X-Request-Id: " + b"a" * 500, b"X-Request-Id: <script>"):
+        answer = await raw(alive, head + line + b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert line.partition(b": ")[2] not in answer
+    for name in ("x-tenant", "x-forwarded-for", "x-forwarded-user", "x-original-url", "host"):
+        response = await alive.http.get("/v1/nothing", headers={name: "/v1/models"})
+        assert response.status_code == 404
+    # a method in a header stays a header
+    response = await alive.http.post(
+        "/v1/models/x", headers={"x-http-method-override": "DELETE"}, json={}
+    )
+    assert response.status_code == 405
+
+
+async def test_an_adapter_that_claims_to_be_huge_is_refused_by_its_header(alive: Served, tmp_path):
+    """A few bytes that promise terabytes are no reason to reserve them."""
+    folder = tmp_path / "adapters" / "bomb"
+    folder.mkdir(parents=True)
+    config = {
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj"],
+        "peft_type": "LORA",
+        "base_model_name_or_path": MODEL,
+    }
+    header = json.dumps({"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}})
+    bombs = (
+        (1 << 62).to_bytes(8, "little") + b"{}",
+        len(header).to_bytes(8, "little") + header.encode(),
+        b"",
+    )
+    load = {"lora_name": "bomb", "lora_path": "bomb"}
+    for bomb in bombs:
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        (folder / "adapter_model.safetensors").write_bytes(bomb)
+        response = await alive.http.post("/v1/load_lora_adapter", json=load)
+        assert response.status_code in (400, 404), response.text
+    (folder / "adapter_config.json").write_text("[" * 100_000)
+    response = await alive.http.post("/v1/load_lora_adapter", json=load)
+    assert response.status_code in (400, 404)
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 10**9}))
+    response = await alive.http.post("/v1/load_lora_adapter", json=load)
+    assert response.status_code in (400, 404)
+    models = (await alive.http.get("/v1/models")).json()["data"]
+    assert [m["id"] for m in models] == [MODEL]
+
+
+def test_a_key_is_compared_with_every_entry_in_constant_time(monkeypatch):
+    """So that the time of a refusal says nothing: each guess costs the same comparisons."""
+    entries = tuple(
+        api_keys.Key(
+            id=f"key-{i}",
+            hash=hashlib.sha256(f"sk-{i}".encode()).hexdigest(),
+            tenant="acme",
+            role="user",
+            created=0.0,
+        )
+        for i in range(5)
+    )
+    compared: list[int] = []
+    real = api_keys.hmac.compare_digest
+
+    def counting(a: str, b: str) -> bool:
+        compared.append(len(a) + len(b))
+        return real(a, b)
+
+    monkeypatch.setattr(api_keys.hmac, "compare_digest", counting)
+    for guess in (b"sk-0", b"sk-4", b"sk-", b"x" * 10_000, b""):
+        compared.clear()
+        found = api_keys.KeyFile(keys=entries).find(guess)
+        assert (found is not None) == (guess in (b"sk-0", b"sk-4"))
+        assert compared == [128] * 5
+
+
+async def test_many_slow_clients_do_not_stop_anybody_else(alive: Served):
+    """Half-sent requests hold a socket each and nothing more."""
+    port = int(alive.url.rsplit(":", 1)[1])
+    slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+    for _, writer in slow:
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1000\r\n\r\n{")
+    answers = await asyncio.gather(*[alive.chat() for _ in range(10)])
+    assert {a.status_code for a in answers} == {200}
+    for _, writer in slow:
+        writer.close()
