@@ -40,7 +40,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     sessions: tuple[Session, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     versions: dict[str, tuple[AdapterVersion, ...]] = {}  # adapter -> oldest first
-    gateways: int = 0
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

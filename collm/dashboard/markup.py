@@ -142,7 +142,8 @@ def clock(seconds: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """A duration in words of two characters or so."""
+    """A duration with one unit: 40 s, 2.5 min, 3 h."""
     if seconds < 100:
         return f"{max(0.0, seconds):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+    value, unit = (seconds / 60, "min") if seconds < 7200 else (seconds / 3600, "h")
+    return f"{value:.1f}".removesuffix(".0") + f" {unit}"

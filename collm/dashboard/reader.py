@@ -29,7 +29,12 @@ PAGE = 1000  # entries a read
 PAGES = 20  # reads of a stream in one look; the rest comes with the next
 ADAPTERS = 200  # adapters shown at most
 ENDED = 8  # sessions shown after their end
-DAMAGE = (msgspec.ValidationError, msgspec.DecodeError, orjson.JSONDecodeError)
+DAMAGE = (
+    msgspec.ValidationError,
+    msgspec.DecodeError,
+    orjson.JSONDecodeError,
+    UnicodeDecodeError,
+)
 SLO_COUNTER = "collm_slo_requests"
 
 
@@ -51,9 +56,9 @@ class Reader:
         while True:
             try:
                 await self.look()
-            except (*TRANSIENT, ResponseError) as e:
+            except (*TRANSIENT, *DAMAGE, ResponseError) as e:
                 if self._history.away is None:
-                    log.warning("Redis gives no answer (%s: %s)", type(e).__name__, e)
+                    log.warning("no look at Redis (%s: %s)", type(e).__name__, e)
                 self._history.take_absence(f"{type(e).__name__}: {e}")
                 await backoff.wait()
                 continue
@@ -105,7 +110,7 @@ class Reader:
         queued = {}
         for card in models:
             queued[card.name] = await self._redis.xlen(names.requests(card.name))
-            found = await demand.read(self._redis, card.name)
+            found = await self._demand(card.name)
             if found is not None:
                 said[card.name] = found
         return Snapshot(
@@ -118,8 +123,14 @@ class Reader:
             sessions=await self._sessions(),
             adapters=self._adapters,
             versions=self._versions,
-            gateways=await self._redis.scard(names.GATEWAYS),
         )
+
+    async def _demand(self, model: str) -> ModelDemand | None:
+        try:
+            return await demand.read(self._redis, model)
+        except DAMAGE:
+            self._history.damaged += 1
+            return None
 
     async def _alive(self, replicas: list[ReplicaRecord]) -> frozenset[str]:
         if not replicas:

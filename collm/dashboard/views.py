@@ -118,6 +118,7 @@ def tiles(history: History, now: float) -> list[Tile]:
     found = [
         Tile("replicas ready", f"{ready} / {len(snap.replicas)}", f"{training} idle or training"),
         Tile("waiting", str(sum(snap.queued.values())), "requests not released yet"),
+        *_arrivals(history),
         Tile("in flight", str(sum(r.in_flight for r in snap.replicas)), "on replicas"),
         Tile("tokens / s", f"{tokens:.0f}", f"last {LATELY:.0f} s"),
         Tile("answers / s", f"{finished:.1f}", f"last {LATELY:.0f} s"),
@@ -127,6 +128,17 @@ def tiles(history: History, now: float) -> list[Tile]:
         found.append(Tile("goodput / s", f"{met / seconds:.1f}", "in time, last minute"))
         found.append(Tile("attainment", share, f"of {named:.0f} with a limit, last minute"))
     return found
+
+
+def _arrivals(history: History) -> list[Tile]:
+    """Requests a second as the dispatchers see them; nothing when none has said so lately."""
+    said = history.snapshot.demand.values()
+    if not said:
+        return []
+    wait = max(d.wait_p95 for d in said)
+    return [
+        Tile("requests / s", f"{sum(d.rate for d in said):.1f}", f"p95 wait {1e3 * wait:.0f} ms")
+    ]
 
 
 def lanes(history: History, now: float, window: float) -> list[Lane]:

@@ -90,9 +90,10 @@ async def test_damaged_records_are_counted_and_the_rest_is_shown(redis: Redis) -
     await redis.hset(names.adapter("broken"), "rank", "high")
     await redis.sadd(names.MODELS, "broken")
     await redis.hset(names.model("broken"), "context", "long")
+    await redis.hset(names.demand(scene.MODEL), "rate", "fast")
     history = History()
     await Reader(redis, history).look()
-    assert history.damaged == 4
+    assert history.damaged == 5
     assert len(history.snapshot.replicas) == 5
 
 

@@ -8,6 +8,7 @@ from collm.dashboard import charts, markup, views
 from collm.dashboard.buckets import Buckets
 from collm.dashboard.history import EVENTS, KEYS, History, Move, Snapshot
 from shared.adapters import Adapter, AdapterVersion
+from shared.demand import ModelDemand
 from shared.messages import StepSample, TrainSample
 from shared.records import ModelCard, ReplicaRecord
 from shared.sessions import Phase, Session
@@ -101,6 +102,16 @@ def test_goodput_is_unknown_rather_than_nought_without_a_reading() -> None:
     found = views.rates(history, T0 + 10, 300)
     assert {v for _, v in found.goodput} == {None}
     assert [t.label for t in views.tiles(history, T0 + 10)][-1] == "answers / s"
+
+
+def test_arrivals_are_the_sum_over_models_and_absent_when_no_dispatcher_speaks() -> None:
+    history = connected()
+    said = {"m": ModelDemand(rate=3.0, wait_p95=0.2), "n": ModelDemand(rate=1.5, wait_p95=0.05)}
+    history.take_snapshot(Snapshot(time=T0, demand=said))
+    found = {t.label: t for t in views.tiles(history, T0)}
+    assert (found["requests / s"].value, found["requests / s"].hint) == ("4.5", "p95 wait 200 ms")
+    history.take_snapshot(Snapshot(time=T0 + 1))
+    assert "requests / s" not in {t.label for t in views.tiles(history, T0 + 1)}
 
 
 def test_throughput_is_unknown_before_the_first_sample_and_nought_after_it() -> None:
