@@ -23,6 +23,8 @@ from shared.lease import FENCE_CHECK
 from shared.replica_state import EVENTS_MAXLEN
 
 KEEP_ENDED = 7 * 24 * 3600  # seconds that an ended session can still be looked at
+LEAST = 2  # clients of a session that began with several
+TOO_FEW = "clients left"  # in the reason of one that ended for the lack of them
 
 
 class Phase(StrEnum):
@@ -60,7 +62,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None  # F of the last round
     heldout: dict[str, float] = {}  # client -> held-out loss of the parent version
     kept_back: int = 0  # rounds in a row whose version was not promoted
-    least: int = 2  # clients below which the session ends
+    least: int = LEAST  # clients below which the session ends
     B: dict[str, int] = {}  # micro-batch a client in this round
     samples: dict[str, int] = {}  # client -> samples it held when it took part
     results: dict[str, Any] = {}  # client -> RoundResult of the round in work

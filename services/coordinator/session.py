@@ -127,7 +127,7 @@ class SessionRun:
         if s.phase != Phase.OPEN:
             return None
         if len(s.clients) < s.least:
-            return f"{len(s.clients)} clients left, {s.least} needed"
+            return f"{len(s.clients)} {sessions.TOO_FEW}, {s.least} needed"
         if s.missed >= MISSED_LIMIT:
             return f"quorum missed {s.missed} times"
         if s.kept_back >= MISSED_LIMIT:

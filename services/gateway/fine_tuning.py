@@ -274,6 +274,12 @@ class FineTuning:
 
     async def _session_ended(self, job: Job, entry: str, why: str) -> None:
         now = self._gateway.clock()
+        if not job.version and sessions.TOO_FEW in why:
+            # Load took its replicas back before anything was learnt: it waits for them again.
+            if await self.jobs.update(job, status="queued"):
+                again = f"Waiting again: {why}; training starts when its replicas are idle"
+                await self.jobs.enter(job.id, "warn", again, source=entry)
+            return
         if job.version:
             level, message = "info", f"The job has completed: {why}"
             changed = await self.jobs.update(job, status="succeeded", finished=now)

@@ -129,6 +129,7 @@ class LauncherService:
             clients=proposal.clients,
             server=proposal.server,
             why=proposal.why,
+            least=min(sessions.LEAST, len(proposal.clients)),
         )
         opened = await sessions.open_session(acting.redis, session)
         if opened != session.id:

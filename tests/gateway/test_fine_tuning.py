@@ -173,6 +173,24 @@ async def test_a_round_is_a_checkpoint_that_can_be_asked_at_once(tuning, tmp_pat
     await until(dropped, "the data to leave its home")
 
 
+async def test_a_job_whose_replicas_were_taken_back_before_it_learnt_waits_again(
+    tuning, tmp_path, redis
+):
+    job = await queued(tuning)
+    client, adapter = tuning.openai, await adapter_of(tuning, job)
+    await event(redis, "session_opened", session="s1", adapter=adapter, why="2 Idle")
+    why = f"1 {sessions.TOO_FEW}, 2 needed"
+    await event(redis, "session_ended", session="s1", adapter=adapter, why=why)
+
+    async def waits() -> bool:
+        told = await client.fine_tuning.jobs.list_events(job.id)
+        return any("Waiting again" in e.message for e in told.data)
+
+    await until(waits, "the job to wait again")
+    assert (await client.fine_tuning.jobs.retrieve(job.id)).status == "queued"
+    assert data_homes.count(tmp_path, f"{MODEL}-r0") != {}
+
+
 async def test_every_event_is_entered_once_however_many_gateways_follow(
     tuning, redis, redis_server, tmp_path
 ):

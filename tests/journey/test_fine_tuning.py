@@ -138,7 +138,8 @@ def test_a_job_is_paused_resumed_and_cancelled_and_keeps_what_it_published(
     journey: Journey,
 ) -> None:
     client = journey.client
-    _, job = start_job(journey, local_steps="1", max_rounds="10000")
+    # One home: a session of a single client, as a job that says nothing else gets it.
+    _, job = start_job(journey, local_steps="1", max_rounds="10000", shard="1")
     jobs = client.fine_tuning.jobs
     journey.until(lambda: jobs.retrieve(job.id).fine_tuned_model, "a first version", 600)
     name = str(jobs.retrieve(job.id).fine_tuned_model)
