@@ -45,8 +45,8 @@ def goodput(rates: Rates, start: float, end: float) -> Options:
         end,
         [_axis("requests / s"), {**_axis("%", right=True, top=100), "interval": 25}],
         [
-            _line("in time / s", rates.goodput, GREEN, area=True),
             _line("ended / s", rates.ended, GREY),
+            _line("in time / s", rates.goodput, GREEN, area=True),
             _line("attainment %", percent, BLUE, axis=1),
         ],
     )

@@ -195,7 +195,7 @@ class GatewayReader:
     """Reads the gateways' counters of requests that met their limits."""
 
     def __init__(
-        self, addresses: tuple[str, ...], history: History, clock: Now, interval: float = 2.0
+        self, addresses: tuple[str, ...], history: History, clock: Now, interval: float = 1.0
     ) -> None:
         self._addresses, self._history, self._interval = addresses, history, interval
         self._clock = clock

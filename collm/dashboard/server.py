@@ -43,7 +43,7 @@ def application(settings: DashboardSettings) -> FastAPI:
     reader = Reader(redis, history, settings.interval)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    gateways = GatewayReader(settings.gateways, history, reader.clock)
+    gateways = GatewayReader(settings.gateways, history, reader.clock, settings.interval)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -114,7 +114,7 @@ def tiles(history: History, now: float) -> list[Tile]:
     minute = history.rates.grouped(now - 60, now, 30)
     met = sum(g[2]["met"] for g in minute)
     named = met + sum(g[2]["missed"] for g in minute)
-    seconds = sum(g[1] for g in minute) or 1.0
+    seconds = sum(g[1] for g in minute if g[2]["readings"]) or 1.0
     found = [
         Tile("replicas ready", f"{ready} / {len(snap.replicas)}", f"{training} idle or training"),
         Tile("waiting", str(sum(snap.queued.values())), "requests not released yet"),
