@@ -128,6 +128,19 @@ async def test_a_busy_cluster_stays_serving(redis: Redis, tmp_path: Path) -> Non
             assert await world.state(f"r{i}") == "serving"
 
 
+async def test_data_with_a_single_home_gets_a_session_that_one_client_keeps_open(
+    redis: Redis, tmp_path: Path
+) -> None:
+    async with launched(redis, tmp_path, max_wait=0.3) as world:
+        for i in range(3):
+            await world.replica(f"r{i}", data={"chat": 100} if i == 1 else {})
+        opened = await world.event("session_opened")
+        session = await sessions.read(redis, opened["session"])
+    assert session is not None
+    assert session.clients == ("r1",)
+    assert session.least == 1
+
+
 async def test_a_dead_replica_is_not_counted(redis: Redis, tmp_path: Path) -> None:
     async with launched(redis, tmp_path) as world:
         for i in range(2):
