@@ -106,7 +106,7 @@ async def serve(settings: DashboardSettings, ready: Callable[[str], None]) -> No
     # were there before; without any the process would end by the signal instead of with 0.
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, log.info, "stopped")
+        loop.add_signal_handler(number, log.debug, "stopping")
     await uvicorn.Server(config).serve(sockets=[listener])
 
 
