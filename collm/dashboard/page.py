@@ -183,7 +183,8 @@ class Page:
         self._emulated.set_visibility(history.any_emulated)
         away = history.away
         since = f" Shown is the state of {markup.clock(snap.time)} UTC." if snap.time else ""
-        _fill(self._away, f"Redis gives no answer: {escape(away.rstrip('.'))}.{since}" if away else "")
+        reason = escape((away or "").rstrip("."))
+        _fill(self._away, f"Redis gives no answer: {reason}.{since}" if away else "")
         self._away.set_visibility(away is not None)
         notes = []
         if history.any_emulated:

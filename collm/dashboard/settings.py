@@ -19,5 +19,7 @@ class DashboardSettings(Settings):
     gateways: tuple[str, ...] = Field(
         (), description="Addresses of gateways; default: that of the `collm up` that is looked at"
     )
-    interval: float = Field(1.0, ge=0.2, le=30, description="seconds between looks at Redis and the gateways")
+    interval: float = Field(
+        1.0, ge=0.2, le=30, description="seconds between looks at Redis and the gateways"
+    )
     history: int = Field(3600, ge=300, le=86400, description="seconds that curves reach back")
