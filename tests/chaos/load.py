@@ -150,7 +150,11 @@ class Load:
                 if not finished:
                     record.faults.append("[DONE] without a finish_reason")
                 return
-            chunk = json.loads(data)
+            try:
+                chunk = json.loads(data)
+            except json.JSONDecodeError:
+                record.outcome, record.detail = "broken", "the stream ended within a line"
+                return
             if "error" in chunk:
                 self._refused(record, data.encode())
                 return

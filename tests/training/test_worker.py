@@ -320,9 +320,9 @@ def test_a_job_that_keeps_killing_its_process_fails_and_says_how(
     until(lambda: process.block.micro_steps > begun, "training")
     process.start(previous_exit=process.kill())
     until(lambda: job.get_status(refresh=True) == "failed", "failure")
-    assert (
-        "exit code 137: SIGKILL, perhaps out of memory, 3 times" in job.latest_result().exc_string
-    )
+    said = job.latest_result().exc_string
+    assert "exit code 137: SIGKILL, perhaps out of memory" in said
+    assert "3 times: given up" in said
     process.stop()
 
 
