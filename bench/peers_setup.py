@@ -41,9 +41,9 @@ def install(peer: str) -> bool:
     if subprocess.run(command, check=False).returncode:
         print(f"{peer}: not installed (pip's message is above)", file=sys.stderr)
         return False
-    if peer == "vllm":  # its torchvision is built for another torch and breaks the import
+    if peer == "vllm":  # these are built for another torch and break its import
         remove = [str(place / "bin" / "python"), "-m", "pip", "uninstall", "-q", "-y"]
-        subprocess.run([*remove, "torchvision"], check=True)
+        subprocess.run([*remove, "torchvision", "torchaudio", "torchcodec"], check=True)
     (place / "installed").write_text(" ".join(PEERS[peer]) + "\n")
     print(f"{peer}: installed in {place}")
     return True

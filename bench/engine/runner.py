@@ -14,7 +14,7 @@ from shared.settings import child_environment
 WORKERS = Path(__file__).parent / "workers"
 FILES = {
     "vllm": "vllm_cpu.py",
-    "openvino": "openvino_genai.py",
+    "openvino": "openvino_pipeline.py",
     "llamacpp": "llama_cpp_python.py",
 }
 
