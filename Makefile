@@ -36,8 +36,9 @@ lock: ## write requirements.lock from what is installed now
 up: $(STAMP) ## the whole system on this machine; Ctrl-C stops it
 	@exec $(BIN)/collm up $(ARGS)
 
+# Three at a time: the tests mostly wait for processes to start.
 test: $(STAMP) ## the whole test suite
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)

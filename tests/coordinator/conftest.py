@@ -169,6 +169,15 @@ class Coordinators:
 
 
 @pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server of these tests' own: their replica processes beat on, whoever runs next."""
+    server = RedisServer(tmp_path_factory.mktemp("redis-coordinator"), append_only=False)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
 def processes(redis_server: RedisServer) -> Iterator[Processes]:
     made = Processes(redis_server.url)
     yield made
