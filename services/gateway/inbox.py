@@ -9,8 +9,9 @@ from collections.abc import Callable
 from redis.asyncio import Redis
 
 from shared import names
+from shared.dead_letters import bury
 from shared.messages import BODY, DecodeError, Message, decode_any
-from shared.redis_client import BLOCK_MS, TRANSIENT, Backoff
+from shared.redis_client import BLOCK_MS, TRANSIENT, Backoff, patiently
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,6 @@ TRIM_SECONDS = 0.5
 # costs far more a round trip than an entry.
 BUSY = 4
 GATHER_SECONDS = 0.001
-DEAD_LETTERS_MAXLEN = 10_000
 
 
 class Inbox:
@@ -35,7 +35,8 @@ class Inbox:
         on_away: Callable[[], None],
         on_back: Callable[[], None],
     ) -> None:
-        self._redis, self._stream = redis, names.replies(gateway)
+        self._redis, self._gateway = redis, gateway
+        self._stream = names.replies(gateway)
         self._receive = receive
         self._on_away, self._on_back = on_away, on_back
         self._last = b"0-0"
@@ -73,7 +74,7 @@ class Inbox:
                 self._on_back()
             for id, fields in entries:
                 self._last = id
-                await self._entry(fields)
+                await self._entry(id, fields)
             if entries:
                 self._moved.set()
             await self._trim()
@@ -91,15 +92,17 @@ class Inbox:
         entries: list[tuple[bytes, dict[bytes, bytes]]] = found[0][1]
         return entries
 
-    async def _entry(self, fields: dict[bytes, bytes]) -> None:
+    async def _entry(self, entry: bytes, fields: dict[bytes, bytes]) -> None:
         try:
             self._receive(decode_any(fields.get(BODY, b"")))
         except DecodeError as e:
-            log.error("a reply does not decode and goes to dead-letters: %s", e.reason)
-            await self._redis.xadd(
-                names.DEAD_LETTERS,
-                {"stream": self._stream, "why": e.reason, "raw": e.raw},
-                maxlen=DEAD_LETTERS_MAXLEN,
+            reason = e.reason
+            log.error("a reply does not decode and goes to dead-letters: %s", reason)
+            await patiently(
+                lambda: bury(
+                    self._redis, self._stream, None, entry, fields, reason, by=self._gateway
+                ),
+                "a dead letter",
             )
 
     async def _trim(self) -> None:

@@ -23,7 +23,7 @@ from services.gateway.file_routes import Files
 from services.gateway.fine_tuning import FineTuning
 from services.gateway.front import Front
 from services.gateway.generation import Generation
-from services.gateway.inbox import DEAD_LETTERS_MAXLEN, Inbox
+from services.gateway.inbox import Inbox
 from services.gateway.lora import Adapters
 from services.gateway.metrics import Metrics
 from services.gateway.outbox import Outbox
@@ -31,6 +31,7 @@ from services.gateway.reconcile import Reconciler
 from services.gateway.settings import GatewaySettings
 from shared import names
 from shared.clock import RedisClock
+from shared.dead_letters import write
 from shared.entries import request_values
 from shared.jobs import Jobs
 from shared.records import HEARTBEAT_SECONDS, HEARTBEAT_TTL_MS
@@ -215,13 +216,10 @@ class Gateway:
 
     async def _write_dead_letter(self, choice: Choice, why: str) -> None:
         values = request_values(choice.request)
-        fields = dict(zip(values[::2], values[1::2], strict=True))
+        fields = {str(k): v for k, v in zip(values[::2], values[1::2], strict=True)}
+        stream = names.requests(choice.request.model)
         await patiently(
-            lambda: self.redis.xadd(
-                names.DEAD_LETTERS,
-                {"why": why, "stream": names.requests(choice.request.model), **fields},
-                maxlen=DEAD_LETTERS_MAXLEN,
-            ),
+            lambda: write(self.redis, stream, fields, why, by=self.id),
             "a dead letter",
             give_up_after=self.settings.redis_wait,
         )

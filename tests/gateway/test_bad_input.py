@@ -313,7 +313,8 @@ async def test_a_damaged_reply_goes_to_dead_letters_and_the_gateway_lives_on(ser
     await redis.xadd(names.replies(served.gateway.id), {"body": b"\xc1broken"})
     assert (await served.chat()).status_code == 200
     ((_, letter),) = await redis.xrange(names.DEAD_LETTERS)
-    assert letter[b"raw"] == b"\xc1broken"
+    assert letter[b"field:body"] == b"\xc1broken"
+    assert letter[b"reason"]
 
 
 def test_the_error_body_has_all_four_keys_of_openais_schema():
