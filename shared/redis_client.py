@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+from urllib.parse import unquote
 
 import redis as redis_sync
 from redis.asyncio import Redis, Sentinel
@@ -109,7 +110,7 @@ def _parse_sentinel(rest: str) -> tuple[list[tuple[str, int]], str, dict[str, ob
         pairs.append((name, int(port or 26379)))
     if credentials:
         user, _, password = credentials.partition(":")
-        options["username"], options["password"] = user or None, password or None
+        options["username"], options["password"] = user or None, unquote(password) or None
     if db:
         options["db"] = int(db)
     return pairs, service, options

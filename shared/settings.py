@@ -12,10 +12,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import orjson
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 SECTIONS = (
     "common",
@@ -43,6 +44,9 @@ class Settings(BaseModel):
     section: ClassVar[str] = "common"
 
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis, Sentinel or TLS URL")
+    redis_password_file: Path | None = Field(
+        None, description="File whose first line is the password of redis_url"
+    )
     data_dir: Path = Field(
         Path("data"), description="Folder for models, adapters, training data, logs"
     )
@@ -51,6 +55,29 @@ class Settings(BaseModel):
     )
     log_level: str = Field("INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
     log_format: str = Field("text", pattern="^(text|json)$")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_password(cls, values: Any) -> Any:
+        """Put the password into the URL, so that neither file nor environment shows it."""
+        if not isinstance(values, dict) or not values.get("redis_password_file"):
+            return values
+        path = Path(values["redis_password_file"])
+        try:
+            password = path.read_text(encoding="utf-8").splitlines()[0].strip()
+        except (OSError, UnicodeDecodeError, IndexError) as e:
+            raise ValueError(f"redis_password_file: {path} holds no password ({e})") from e
+        url = values.get("redis_url") or cls.model_fields["redis_url"].default
+        return {**values, "redis_url": with_password(str(url), password)}
+
+
+def with_password(url: str, password: str) -> str:
+    """``url`` with this password, unless it has one of its own."""
+    parts = urlsplit(url)
+    user, _, hosts = parts.netloc.rpartition("@")
+    if ":" in user:
+        return url
+    return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{hosts}"))
 
 
 S = TypeVar("S", bound=Settings)
