@@ -68,7 +68,9 @@ def system_on(
 
 
 def ask(system: System) -> str:
-    answer = system.client().completions.create(model="tiny", prompt="hello", max_tokens=4)
+    answer = system.client().completions.create(
+        model="tiny", prompt="hello", max_tokens=4, extra_body={"ignore_eos": True}
+    )
     return str(answer.choices[0].finish_reason)
 
 
