@@ -164,5 +164,9 @@ async def ensure_group(redis: Redis, stream: str, group: str) -> None:
 
 
 def is_missing_group(error: Exception) -> bool:
-    """Whether a command failed because its group or stream was lost (Redis came back empty)."""
-    return isinstance(error, ResponseError) and "NOGROUP" in str(error)
+    """Whether a command failed because its group or stream was lost (Redis came back empty).
+
+    A read that waits when the stream goes is told so in other words up to Redis 7.0 (UNBLOCKED).
+    """
+    said = str(error)
+    return isinstance(error, ResponseError) and ("NOGROUP" in said or said.startswith("UNBLOCKED"))
