@@ -9,15 +9,18 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from shared.redis_client import ensure_group, is_missing_group
+from tests.dispatcher.peers import eventually
 
 
 async def test_a_waiting_read_whose_stream_goes_is_a_lost_group(redis: Redis) -> None:
     await ensure_group(redis, "stream", "group")
     reading = asyncio.create_task(redis.xreadgroup("group", "me", {"stream": ">"}, block=60_000))
-    async with asyncio.timeout(10):
-        while (await redis.info("clients"))["blocked_clients"] == 0:
-            await asyncio.sleep(0)
-    await redis.flushall()
+
+    async def waiting() -> bool:
+        return bool((await redis.info("clients"))["blocked_clients"])
+
+    await eventually(waiting, "the read waits")
+    await redis.delete("stream")
     with pytest.raises(ResponseError) as lost:
         await reading
     assert is_missing_group(lost.value)
