@@ -156,3 +156,13 @@ def job_seen(job_id: str) -> str:
 def jobs_of_adapter(adapter_name: str) -> str:
     """The id of the job that trains an adapter."""
     return f"{PREFIX}adapter:{adapter_name}:job"
+
+
+def tenant_levels(tenant: str) -> str:
+    """Hash: what is left of a tenant's requests and tokens a minute; expires."""
+    return f"{PREFIX}tenant:{tenant}:levels"
+
+
+def tenant_running(tenant: str) -> str:
+    """Hash: gateway process -> a tenant's requests that run there, as of when; expires."""
+    return f"{PREFIX}tenant:{tenant}:running"

@@ -19,6 +19,7 @@ from collm.up import lora, runner
 from collm.up.errors import UpError
 from collm.up.plan import BadPlan, Plan, plan, serve, split
 from collm.up.settings import UpSettings
+from services.gateway.settings import GatewaySettings
 from shared.profile import ProfileError
 from shared.profile import load as load_profile
 from shared.settings import SettingsError, from_environment
@@ -92,6 +93,7 @@ async def _run(settings: UpSettings, as_json: bool) -> None:
         if settings.profile is not None:
             load_profile(settings.profile)  # a bad name is told now, not by a dying replica
         lora.check(settings.lora_modules)
+        admin = lora.admin_url(from_environment(GatewaySettings))
         need = settings.engine == "torch"
         found = [models.resolve(split(m)[0], tell, weights=need) for m in settings.models]
         served = serve(settings, found)
@@ -105,7 +107,9 @@ async def _run(settings: UpSettings, as_json: bool) -> None:
             + ", ".join(f"{s.replicas} × {s.name} ({settings.engine})" for s in served)
             + f"; logs in {data / 'logs'}"
         )
-        running = runner.Runner(settings, system, data, redis=server, redis_url=url, tell=tell)
+        running = runner.Runner(
+            settings, system, data, redis=server, redis_url=url, admin_url=admin, tell=tell
+        )
         show = _print_json if as_json else functools.partial(_print_text, served[0].name)
         await running.run(show)
 

@@ -10,6 +10,7 @@ import httpx
 
 from collm.up.errors import UpError
 from collm.where import api_key
+from services.gateway.settings import GatewaySettings
 
 Tell = Callable[[str], None]
 LOAD_SECONDS = 120.0
@@ -22,8 +23,21 @@ def check(modules: Mapping[str, str]) -> None:
             raise UpError(f"--lora-modules {name}={path}: no adapter_config.json in that folder")
 
 
+def admin_url(settings: GatewaySettings) -> str | None:
+    """Where the gateway's admin routes answer; None: with all others."""
+    if settings.admin_port is None:
+        return None
+    host = settings.admin_host
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.admin_port}"
+
+
 async def load(url: str, modules: Mapping[str, str], data: Path, tell: Tell) -> None:
-    """Copy each folder to where the gateway may read it and have it loaded. Raises UpError."""
+    """Copy each folder to where the gateway may read it and have it loaded.
+
+    ``url`` is that of the admin routes. Raises UpError.
+    """
     headers = {"authorization": f"Bearer {api_key()}"}
     async with httpx.AsyncClient(
         base_url=url, headers=headers, timeout=LOAD_SECONDS, trust_env=False
@@ -33,7 +47,10 @@ async def load(url: str, modules: Mapping[str, str], data: Path, tell: Tell) -> 
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(Path(path).expanduser(), folder)
             body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
-            reply = await client.post("/v1/load_lora_adapter", json=body)
+            try:
+                reply = await client.post("/v1/load_lora_adapter", json=body)
+            except httpx.TransportError as e:
+                raise UpError(f"adapter {name!r}: {url} is not reached: {e}") from e
             if reply.status_code != 200:
                 raise UpError(f"adapter {name!r} ({path}) was not loaded: {reply.text[:300]}")
             tell(f"adapter {name} is loaded from {path}")

@@ -83,8 +83,11 @@ class Runner:
         *,
         redis: RedisServer | None,
         redis_url: str,
+        admin_url: str | None = None,
         tell: Tell,
     ) -> None:
+        """``admin_url``: where the gateway's admin routes answer, if not at ``url``."""
+        self._admin_url = admin_url
         self._settings, self._plan, self._data = settings, plan, data
         self._redis, self._redis_url, self._tell = redis, redis_url, tell
         self._stop = asyncio.Event()
@@ -113,8 +116,10 @@ class Runner:
         pids = {name: child.pid for name, child in self._children.items()}
         if self._redis is not None:
             pids = {"redis": self._redis.pid, **pids}
+        admin = {} if self._admin_url is None else {"admin_url": self._admin_url}
         return {
             "url": self.url,
+            **admin,
             "redis": self._redis_url,
             "data_dir": str(self._data),
             "pids": pids,
@@ -139,7 +144,8 @@ class Runner:
                 keepers.append(asyncio.create_task(self._keep_redis(self._redis)))
             await self._until_ready(keepers)
             if not self._stop.is_set():
-                await lora.load(self.url, self._settings.lora_modules, self._data, self._tell)
+                admin, modules = self._admin_url or self.url, self._settings.lora_modules
+                await lora.load(admin, modules, self._data, self._tell)
                 on_ready(self.facts())
             await self._first(keepers, self._stop.wait())
         finally:

@@ -33,7 +33,7 @@ class Generation:
     def __init__(self, gateway: Gateway) -> None:
         self._settings, self._gateway = gateway.settings, gateway.id
         self._catalogue, self._desk = gateway.catalogue, gateway.desk
-        self._metrics, self._access = gateway.metrics, gateway.access
+        self._metrics, self._tenant_limits = gateway.metrics, gateway.limits
         self._clock, self._memory = gateway.clock, gateway.memory
 
     async def chat(self, exchange: Exchange) -> None:
@@ -198,9 +198,11 @@ class Generation:
     async def _serve(
         self, exchange: Exchange, answer: Answer, form: Form, with_usage: bool
     ) -> None:
-        reserved = answer.prompt_tokens + sum(c.request.sampling.max_tokens for c in answer.choices)
-        entry, limits = self._access.admit(exchange.caller, reserved)
-        exchange.extra += limits
+        entry = None
+        if not self._tenant_limits.none:
+            most = answer.prompt_tokens + sum(c.request.sampling.max_tokens for c in answer.choices)
+            entry, limits = await self._tenant_limits.admit(exchange.caller.tenant, most)
+            exchange.extra += limits
         self._desk.open(answer, exchange)
         try:
             if answer.stream:

@@ -24,6 +24,7 @@ from services.gateway.fine_tuning import FineTuning
 from services.gateway.front import Front
 from services.gateway.generation import Generation
 from services.gateway.inbox import Inbox
+from services.gateway.limits import Limits
 from services.gateway.lora import Adapters
 from services.gateway.metrics import Metrics
 from services.gateway.outbox import Outbox
@@ -87,9 +88,8 @@ class Gateway:
             self.clock,
             stale_after=settings.stale_after,
         )
-        self.access = Access(
-            settings.api_keys_file, settings.limits, settings.tenants, time.monotonic
-        )
+        self.access = Access(settings.api_keys_file)
+        self.limits = Limits(self.redis, settings.limits, settings.tenants, settings.redis_wait)
         self.memory = Memory(time.monotonic)
         self.generation = Generation(self)
         self.jobs = Jobs(self.redis)
@@ -126,6 +126,7 @@ class Gateway:
             self._keep_time(),
             self._bound_absence(),
             self.access.watch(),
+            *([] if self.limits.none else [self.limits.run()]),
             self.fine_tuning.run(),
         ):
             self._start(work)
@@ -151,6 +152,7 @@ class Gateway:
         try:
             async with asyncio.timeout(2.0):
                 await self.outbox.flushed()  # the cancels of clients that are still there
+                await self.limits.flush()
                 await self.redis.delete(names.gateway_alive(self.id), names.replies(self.id))
                 await self.redis.srem(names.GATEWAYS, self.id)
         except (TimeoutError, *TRANSIENT) as e:

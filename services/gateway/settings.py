@@ -35,7 +35,7 @@ class ModelSettings(BaseModel):
 
 
 class LimitSettings(BaseModel):
-    """What one tenant may use, of each gateway process; None: no limit."""
+    """What one tenant may use, of all gateways together; None: no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     requests_per_minute: int | None = Field(None, ge=1)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import openai
 import pytest
 
-from services.gateway.access import Bucket
 from services.gateway.server import server
 from services.gateway.service import Gateway
 from services.gateway.settings import GatewaySettings
@@ -108,54 +106,6 @@ async def test_another_tenants_adapter_does_not_exist(start, keys_file, redis):
         assert seen["acme"] == seen["admin"] == {MODEL, "secret", "shared"}
         assert seen["other"] == {MODEL, "shared"}
         assert {g.tenant for g in served.answerer.seen} == {"acme", "ops"}
-
-
-async def test_requests_a_minute_are_limited_by_tenant_with_openais_headers(start, keys_file):
-    _, acme = api_keys.create(keys_file, "acme")
-    _, other = api_keys.create(keys_file, "other")
-    tenants = {"acme": {"limits": {"requests_per_minute": 2}}}
-    async with start(api_keys_file=keys_file, tenants=tenants, key=acme) as served:
-        first, second, third = [await served.chat() for _ in range(3)]
-        assert (first.status_code, second.status_code, third.status_code) == (200, 200, 429)
-        assert first.headers["x-ratelimit-limit-requests"] == "2"
-        assert first.headers["x-ratelimit-remaining-requests"] == "1"
-        assert "x-ratelimit-reset-requests" in first.headers
-        assert int(third.headers["retry-after"]) >= 1
-        assert third.json()["error"]["code"] == "rate_limit_exceeded"
-        served.http.headers.update(bearer(other))
-        assert (await served.chat()).status_code == 200
-
-
-async def test_tokens_a_minute_count_what_was_used_not_what_was_reserved(start):
-    async with start(limits={"tokens_per_minute": 300}) as served:
-        for _ in range(3):
-            response = await served.chat(max_tokens=200)
-            assert response.status_code == 200
-        used = response.json()["usage"]["total_tokens"]
-        assert used < 100
-        response = await served.chat(max_tokens=280)
-        assert response.status_code == 429
-        assert response.headers["x-should-retry"] == "false"  # more than a whole minute's
-
-
-async def test_a_tenants_concurrency_is_limited(start):
-    async with start(limits={"concurrency": 2}) as served:
-        served.answerer.hold.clear()
-        running = [asyncio.create_task(served.chat()) for _ in range(2)]
-        await until(lambda: len(served.gateway.desk) == 2, "two requests")
-        assert (await served.chat()).status_code == 429
-        served.answerer.hold.set()
-        assert [r.status_code for r in await asyncio.gather(*running)] == [200, 200]
-        assert (await served.chat()).status_code == 200
-
-
-def test_a_bucket_refills_evenly():
-    bucket = Bucket(60, now=0.0)
-    bucket.take(60)
-    assert bucket.wait(1) == pytest.approx(1.0)
-    assert bucket.refill(10.0) == pytest.approx(10.0)
-    assert bucket.wait(30) == pytest.approx(20.0)
-    assert bucket.refill(1000.0) == 60
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,25 @@ def test_an_adapter_given_at_the_start_is_served_under_its_name(
         assert system.queues()["replicas"][0]["adapters"]["law"]
 
 
+def test_adapters_given_at_the_start_go_to_the_admin_port_where_one_is_set(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    adapter = write_adapter(tiny_model, tmp_path / "law", seed=3)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ("--model", f"{tiny_model}:1", "--served-model-name", "tiny", "--no-train")
+    variables = {"COLLM_GATEWAY_ADMIN_PORT": str(port)}
+    data = tmp_path / "data"
+    with System(data, *options, "--lora-modules", f"law={adapter}", variables=variables) as system:
+        assert system.facts["admin_url"] == f"http://127.0.0.1:{port}"
+        assert sorted(m.id for m in system.client().models.list().data) == ["law", "tiny"]
+        body = {"lora_name": "law"}
+        for url, status in ((system.url, 404), (system.facts["admin_url"], 200)):
+            reply = httpx.post(f"{url}/v1/unload_lora_adapter", json=body, timeout=60)
+            assert reply.status_code == status, reply.text
+
+
 def test_an_adapter_folder_that_is_none_is_told_before_anything_starts(
     tmp_path: Path, tiny_model: Path
 ) -> None:
