@@ -17,7 +17,7 @@ COPY pyproject.toml requirements.lock ./
 COPY tools/dependencies.py tools/
 
 FROM base AS control
-RUN python tools/dependencies.py dashboard > /tmp/wanted \
+RUN python tools/dependencies.py dashboard otel > /tmp/wanted \
     && python -m pip install -c requirements.lock -r /tmp/wanted && rm /tmp/wanted
 COPY config config
 COPY shared shared

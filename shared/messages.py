@@ -71,6 +71,7 @@ class Generate(Message, frozen=True, kw_only=True, tag="generate", omit_defaults
     deadline: float | None = None  # Redis seconds; from the SLO's end-to-end limit
     attempt: int = 1
     priority: int = 0  # higher goes first within its SLO class
+    traceparent: str = ""  # W3C; "" = the request is not traced
 
 
 class Batch(Message, frozen=True, kw_only=True, tag="batch", omit_defaults=True):

@@ -133,6 +133,12 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+def telemetry_variable(name: str) -> str | None:
+    """One of OpenTelemetry's standard variables (``OTEL_*``); None when unset or empty."""
+    assert name.startswith("OTEL_"), name
+    return os.environ.get(name) or None
+
+
 def client_variable(name: str) -> str | None:
     """A variable of client commands (one of ``OTHER_VARIABLES``); None when unset or empty."""
     assert name in OTHER_VARIABLES, name

@@ -33,7 +33,7 @@ def main() -> int:
     async def run() -> bool:
         try:
             gateway = Gateway(settings)
-        except KeysError as e:
+        except (KeysError, SettingsError) as e:
             print(e, file=sys.stderr)
             return False
         http = server(gateway)

@@ -36,9 +36,10 @@ class Choice:
         "first_at",
         "index",
         "logprobs",
-        "losses",
+        "lost",
         "model",
         "progress_at",
+        "replica",
         "request",
         "stamps",
         "stopped_here",
@@ -58,7 +59,9 @@ class Choice:
     ) -> None:
         self.request, self.model, self.index = request, model, index
         self.answer: Answer | None = None
-        self.attempt, self.losses = request.attempt, 0
+        self.attempt = request.attempt
+        self.lost: tuple[tuple[float, str], ...] = ()  # when, and with which replica
+        self.replica = ""  # that computes it
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish: str | None = None

@@ -105,6 +105,7 @@ class Desk:
             for output in reply.outputs:
                 choice = self._choices.get(output.id)
                 if choice is not None and choice.attempt == output.attempt:
+                    choice.replica = reply.replica
                     self._output(choice, output)
         elif isinstance(reply, Failed):
             choice = self._current(reply.id, reply.attempt)
@@ -140,13 +141,13 @@ class Desk:
 
     def _lost(self, choice: Choice, replica: str) -> None:
         """Its replica died: again, as often as allowed."""
-        choice.losses += 1
+        choice.lost = (*choice.lost, (self._clock(), replica))
         self._metrics.lost()
-        if choice.losses < self._max_attempts:
+        if len(choice.lost) < self._max_attempts:
             log.warning("request %s was lost with replica %s; it goes on", choice.id, replica)
             self.resubmit(choice)
             return
-        why = f"its replica died {choice.losses} times, last {replica}"
+        why = f"its replica died {len(choice.lost)} times, last {replica}"
         self._on_dead_letter(choice, why)
         assert choice.answer is not None
         choice.answer.fail(

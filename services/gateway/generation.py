@@ -162,6 +162,7 @@ class Generation:
         slo = params.objective(request.slo, exchange.headers, target.model.settings.slo.slo())
         stops = params.stops(request)
         stream = bool(request.stream)
+        traceparent = "" if exchange.trace is None else exchange.trace.parent
         choices: list[Choice] = []
         for prompt, sampling in members:
             for k in range(n):
@@ -179,6 +180,7 @@ class Generation:
                     arrival=received,
                     deadline=slo.deadline(received),
                     priority=-request.priority,
+                    traceparent=traceparent,
                 )
                 choices.append(
                     Choice(
@@ -203,6 +205,8 @@ class Generation:
             most = answer.prompt_tokens + sum(c.request.sampling.max_tokens for c in answer.choices)
             entry, limits = await self._tenant_limits.admit(exchange.caller.tenant, most)
             exchange.extra += limits
+        if exchange.trace is not None:
+            exchange.trace.answer = answer
         self._desk.open(answer, exchange)
         try:
             if answer.stream:

@@ -6,10 +6,13 @@ import asyncio
 import os
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.gateway.access import Principal
 from services.gateway.errors import ApiError, ClientGone, Headers
+
+if TYPE_CHECKING:
+    from services.gateway.tracing import Trace
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -24,7 +27,18 @@ _GOOD_ID = re.compile(rb"[A-Za-z0-9._:-]{1,100}")
 class Exchange:
     """One HTTP request as a handler sees it, and the one way to answer it."""
 
-    __slots__ = ("_send", "caller", "extra", "headers", "id", "path", "receive", "started", "tag")
+    __slots__ = (
+        "_send",
+        "caller",
+        "extra",
+        "headers",
+        "id",
+        "path",
+        "receive",
+        "started",
+        "tag",
+        "trace",
+    )
 
     caller: Principal  # set once the key is checked
 
@@ -35,6 +49,7 @@ class Exchange:
         self._send = send
         self.started = False  # the status line is out
         self.extra: Headers = []  # goes with every answer
+        self.trace: Trace | None = None  # None: it is not traced
         own = os.urandom(12).hex()
         given = self.headers.get(b"x-request-id")
         # The client's id is shown back to it; inside, an id must be unique.

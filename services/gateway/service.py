@@ -30,6 +30,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.outbox import Outbox
 from services.gateway.reconcile import Reconciler
 from services.gateway.settings import GatewaySettings
+from services.gateway.tracing import Handler, tracer
 from shared import names
 from shared.clock import RedisClock
 from shared.dead_letters import write
@@ -96,11 +97,15 @@ class Gateway:
         self.adapters = Adapters(self)
         self.files = Files(self)
         self.fine_tuning = FineTuning(self)
+        self.tracer = tracer(settings, self.id, self.clock)
+        routes: dict[str, Handler] = {
+            "/v1/chat/completions": self.generation.chat,
+            "/v1/completions": self.generation.completion,
+        }
+        if self.tracer is not None:
+            routes = {path: self.tracer.traced(h) for path, h in routes.items()}
         self.asgi = Front(
-            {
-                "/v1/chat/completions": self.generation.chat,
-                "/v1/completions": self.generation.completion,
-            },
+            routes,
             app.build(self),
             self.metrics,
             self.access,
@@ -162,6 +167,8 @@ class Gateway:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.shutdown)
         await self.redis.aclose()
 
     # ------------------------------------------------------------ background

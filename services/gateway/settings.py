@@ -83,6 +83,9 @@ class GatewaySettings(settings.Settings):
     )
     storage_bytes: int = Field(1 << 30, ge=0, description="Files of a tenant")
     max_file_bytes: int = Field(256 << 20, ge=1024)
+    tracing: bool = Field(
+        False, description="OpenTelemetry spans of each request, by OTLP (`OTEL_*` say where)"
+    )
     adapter_root: Path | None = Field(
         None, description="Where load_lora_adapter may read; default: <data_dir>/adapters"
     )
