@@ -90,6 +90,23 @@ REPLICAS = (
         "percentunit",
         (("{{engine}}", 'collm_kv_cache_usage_perc{job="replica"}'),),
     ),
+    Panel(
+        "Utilisation by serving",
+        "percentunit",
+        (("{{replica}} ({{source}})", "collm_replica_utilisation"),),
+    ),
+    Panel(
+        "Prompt tokens found in the prefix cache",
+        "percentunit",
+        (
+            (
+                "{{engine}}",
+                _rate("collm_prefix_cache_hits_total", "engine", "replica")
+                + " / "
+                + _rate("collm_prefix_cache_queries_total", "engine", "replica"),
+            ),
+        ),
+    ),
     Panel("Engine step", "s", _quantiles("collm_step_seconds", "replica")),
     Panel(
         "Tokens/s of each replica",
@@ -119,8 +136,23 @@ FEDERATED = (
             ),
         ),
     ),
+    Panel(
+        "Tokens trained on, per second",
+        "short",
+        (("{{replica}}", _rate("collm_train_tokens_total", "replica", "coordinator")),),
+    ),
+    Panel("Training micro-step", "s", _quantiles("collm_train_step_seconds", "coordinator")),
     Panel("Estimated goodput", "short", (("{{replica}}", "collm_goodput_estimate"),)),
-    Panel("Fit of the latency model (R²)", "short", (("{{replica}}", "collm_latency_model_r2"),)),
+    Panel(
+        "Fit of the latency model (R²)",
+        "short",
+        (("{{replica}}", 'collm_latency_model_r2{variables="two"}'),),
+    ),
+    Panel(
+        "Error of the latency model",
+        "percentunit",
+        (("{{replica}}", "collm_latency_model_error"),),
+    ),
 )
 DISPATCHER = (
     Panel("Queued", "short", (("{{model_name}}", "collm_dispatcher_queued"),)),
@@ -146,14 +178,39 @@ DISPATCHER = (
         "short",
         (("lost", "sum(increase(collm_dispatcher_lost_total[$__rate_interval]))"),),
     ),
-    Panel("Entries in streams", "short", (("{{stream}}", "collm_stream_length"),)),
+    Panel(
+        "Requests refused",
+        "reqps",
+        (("{{reason}}", _rate("collm_requests_shed_total", "reason", "dispatcher")),),
+    ),
     Panel("Active dispatchers", "short", (("active", "sum(collm_dispatcher_active)"),)),
+)
+REDIS = (
+    Panel(
+        "Memory",
+        "bytes",
+        (("in use", "collm_redis_memory_bytes"), ("limit", "collm_redis_memory_limit_bytes > 0")),
+    ),
+    Panel(
+        "Entries in streams", "short", (("{{stream}}", "max by (stream) (collm_stream_length)"),)
+    ),
+    Panel("Entries not acknowledged", "short", (("{{stream}}", "collm_stream_pending"),)),
+    Panel("Commands per second", "short", (("commands", "collm_redis_commands_per_second"),)),
+    Panel("Round trip", "s", (("round trip", "collm_redis_round_trip_seconds"),)),
+    Panel(
+        "Connections",
+        "short",
+        (("all", "collm_redis_clients"), ("waiting", "collm_redis_blocked_clients")),
+    ),
+    Panel("Persistence", "short", (("well", "collm_redis_persistence_ok"),)),
+    Panel("Keys evicted", "short", (("evicted", "collm_redis_evicted_keys"),)),
 )
 DASHBOARDS = {
     "serving": ("Serving and SLO", SERVING),
     "replicas": ("Replicas", REPLICAS),
     "federated": ("Federated sessions", FEDERATED),
-    "dispatcher": ("Dispatcher and streams", DISPATCHER),
+    "dispatcher": ("Dispatcher", DISPATCHER),
+    "redis": ("Redis", REDIS),
 }
 
 

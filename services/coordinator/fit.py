@@ -40,6 +40,7 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True):
     fixed: float
     r2: float  # of this fit
     r2_single: float  # of seconds = slope x + fixed, the model without the second variable
+    error: float  # weighted mean of |seconds - fitted| / seconds
     samples: int
     observed_x: bool  # at least two values of x: the slope is measured, not a prior
     observed_y: bool
@@ -119,6 +120,7 @@ def fit(
         fixed=float(solution[2]),
         r2=_r2(t[keep], two, weight[keep]),
         r2_single=_r2(t[keep], single, weight[keep]),
+        error=float(np.average(np.abs(t[keep] - two) / t[keep], weights=weight[keep])),
         samples=int(keep.sum()),
         observed_x=seen_x,
         observed_y=seen_y,

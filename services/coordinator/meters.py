@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from shared.messages import TrainSample
+
 
 class Meters:
     """One registry a process; series of an ended session disappear with ``forget``."""
@@ -50,6 +52,36 @@ class Meters:
         self.r2 = Gauge(
             "collm_latency_model_r2", "R2 of the decode fit", ["replica", "variables"], registry=one
         )
+        self.fit_error = Gauge(
+            "collm_latency_model_error",
+            "Mean of |measured - fitted| / measured, decode steps",
+            ["replica"],
+            registry=one,
+        )
+        self.train_tokens = Counter(
+            "collm_train_tokens", "Tokens trained on", ["replica", "adapter"], registry=one
+        )
+        self.train_step = Histogram(
+            "collm_train_step_seconds",
+            "Mean micro-step of an optimiser step, waits excluded",
+            ["replica"],
+            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+            registry=one,
+        )
+
+    def trained(self, sample: TrainSample) -> None:
+        """An optimiser step of some replica."""
+        self.train_tokens.labels(sample.replica, sample.adapter).inc(sample.tokens)
+        if sample.micro_seconds > 0:
+            self.train_step.labels(sample.replica).observe(sample.micro_seconds)
+
+    def forget_replica(self, replica: str) -> None:
+        """A replica is gone."""
+        for metric in (
+            *(self.goodput, self.r2, self.fit_error),
+            *(self.train_tokens, self.train_step),
+        ):
+            metric.remove_by_labels({"replica": replica})
 
     def forget(self, adapter: str) -> None:
         """An adapter's session ended."""

@@ -123,6 +123,7 @@ class Desk:
             self._context.telemetry.step(sample)
         elif isinstance(sample, TrainSample):
             self._context.telemetry.train(sample)
+            self._context.meters.trained(sample)
 
     # ------------------------------------------------------------ fits
 
@@ -134,6 +135,7 @@ class Desk:
             live = await context.cluster.live()
             for gone in known - live.keys():
                 context.telemetry.forget(gone)
+                context.meters.forget_replica(gone)
             known = set(live)
             for name, record in live.items():
                 context.telemetry.describe(
@@ -163,6 +165,7 @@ class Desk:
         fit = {"r2": planes.decode.r2, "r2_single": planes.decode.r2_single}
         context.meters.r2.labels(name, "two").set(fit["r2"])
         context.meters.r2.labels(name, "one").set(fit["r2_single"])
+        context.meters.fit_error.labels(name).set(planes.decode.error)
         await context.cluster.publish_model(name, model, fit)
         if record.state != State.COMBINED:
             member = Member(id=name, model=model, b_max=record.b_max)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import deque
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.25  # between two looks at the replicas; a state change is seen at once
 TURN_SECONDS = 1.0  # the loop turns at least this often: its heartbeat
+METER_TURNS = 5  # housekeeping rounds between two looks at Redis's own numbers
 INBOX_MAX = 10_000  # events waiting for the loop before readers pause
 
 Event = Callable[[float], None]
@@ -151,8 +153,10 @@ class Active:
             await self._apply(await self._watch.look())
 
     async def _keep_house(self) -> None:
-        while True:
+        for turn in itertools.count():
             await asyncio.sleep(TURN_SECONDS)
+            if turn % METER_TURNS == 0:
+                await self._counters.redis.look(self._redis, self.desks, self._model_of)
             claimed = await self._intake.claim()
             self._counters.recovered.inc(claimed)
             for report in await self._housekeeping.round(self.desks):

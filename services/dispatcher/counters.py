@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from services.dispatcher.redis_meter import RedisMeter
+
 _WAITS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _DECISIONS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
 
@@ -13,7 +15,7 @@ class Counters:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        model = ["model"]
+        model = ["model_name"]
         self.received = Counter(
             "collm_dispatcher_requests", "Requests read", model, registry=registry
         )
@@ -24,7 +26,7 @@ class Counters:
             "collm_dispatcher_batches", "Batches released", model, registry=registry
         )
         self.refused = Counter(
-            "collm_dispatcher_refused", "Requests refused", [*model, "code"], registry=registry
+            "collm_requests_shed", "Requests refused", [*model, "reason"], registry=registry
         )
         self.cancelled = Counter(
             "collm_dispatcher_cancelled", "Queued requests dropped", model, registry=registry
@@ -60,3 +62,11 @@ class Counters:
         self.active = Gauge(
             "collm_dispatcher_active", "1 while this process holds the lease", registry=registry
         )
+        self.redis = RedisMeter(registry)
+
+    def stand_by(self) -> None:
+        """This process does not act (any more): what it saw last is no news of today."""
+        self.active.set(0)
+        for gauge in (self.queued, self.in_flight):
+            gauge.clear()
+        self.redis.clear()

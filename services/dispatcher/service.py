@@ -76,7 +76,7 @@ class Dispatcher:
                 await self._redis.connection_pool.disconnect(inuse_connections=False)
             finally:
                 self._active = None
-                self._counters.active.set(0)
+                self._counters.stand_by()
             if time.monotonic() - started > RED_AFTER_SECONDS:
                 backoff.reset()
             await backoff.wait()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -131,6 +131,11 @@ class Metrics(Collector):
             model.slo.append(met)
             model.slo_met += met
             model.slo_missed += not met
+
+    def retain(self, models: Collection[str]) -> None:
+        """Drop the series of models that are served no more."""
+        for key in [k for k in self._models if k[0] not in models]:
+            del self._models[key]
 
     def rejected(self, reason: str) -> None:
         self._rejected[reason] = self._rejected.get(reason, 0) + 1

@@ -255,7 +255,9 @@ class Gateway:
         }
 
     async def look_at_streams(self) -> None:
-        """Lengths of the streams this gateway writes and reads, for the next scrape."""
+        """Lengths of the streams this gateway writes and reads, for the next scrape; series of
+        models that are served no more disappear."""
+        self.metrics.retain({*self.catalogue.now.models, *self.catalogue.now.unusable})
         streams = [names.replies(self.id), *map(names.requests, self.catalogue.now.models)]
         pipe = self.redis.pipeline(transaction=False)
         for stream in streams:

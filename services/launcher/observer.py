@@ -60,7 +60,10 @@ class Observer:
     def _take(self, sample: object) -> None:
         if isinstance(sample, UtilSample):
             self._loads[sample.replica] = Load(
-                utilisation=sample.utilisation, queued=float(sample.queued), b=sample.b
+                utilisation=sample.utilisation,
+                queued=float(sample.queued),
+                b=sample.b,
+                source=sample.source,
             )
         elif isinstance(sample, StepSample) and sample.finished:
             done = [f for f in sample.finished if f.reason in ("stop", "length")]

@@ -41,11 +41,25 @@ class Meters:
             "collm_replica_mode", "1 in the replica's state", ["replica", "mode"],
             registry=self.registry,
         )  # fmt: skip
+        self.utilisation = Gauge(
+            "collm_replica_utilisation",
+            "Of the last tick, serving only; source: sm_util, utilization.gpu or step_share",
+            ["replica", "source"],
+            registry=self.registry,
+        )
+
+    def clear(self) -> None:
+        """This process does not act (any more)."""
+        for gauge in (self.mode, self.rate, self.utilisation):
+            gauge.clear()
 
     def show(self, picture: Picture, launcher: Launcher) -> None:
         """Series of replicas that are gone disappear."""
-        self.mode.clear()
+        self.clear()
         for seen in picture.replicas:
+            if seen.load is not None:
+                source = seen.load.source
+                self.utilisation.labels(seen.id, source).set(seen.load.utilisation)
             for mode in sorted(LIVE):
                 self.mode.labels(seen.id, mode).set(1 if seen.state == mode else 0)
         for base in picture.arrivals:
@@ -63,9 +77,12 @@ class LauncherService:
         registry = AdapterRegistry(acting.redis, self._settings.data_dir)
         observer = Observer(acting.redis, registry, self._settings)
         launcher = Launcher(self._settings.options())
-        async with asyncio.TaskGroup() as group:
-            group.create_task(observer.watch(), name="metrics")
-            group.create_task(self._tick(acting, observer, launcher), name="ticks")
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(observer.watch(), name="metrics")
+                group.create_task(self._tick(acting, observer, launcher), name="ticks")
+        finally:
+            self._meters.clear()
 
     async def _tick(self, acting: Acting, observer: Observer, launcher: Launcher) -> None:
         due = time.monotonic()

@@ -20,6 +20,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     utilisation: float  # serving only, 0 to 1
     queued: float  # requests
     b: float  # requests decoding together
+    source: str = ""  # of the utilisation; "" in a mean
 
 
 class LoadWindow:

@@ -49,6 +49,14 @@ class Meters:
         self._kv = Gauge("collm_kv_cache_usage_perc", "KV memory in use, 0 to 1", **one)
         self._prompt = Counter("collm_prompt_tokens", "Prompt tokens prefilled", **one)
         self._output = Counter("collm_generation_tokens", "Tokens generated", **one)
+        self._looked_up = Counter(
+            "collm_prefix_cache_queries", "Prompt tokens looked up in the prefix cache", **one
+        )
+        self._found = Counter("collm_prefix_cache_hits", "Prompt tokens found in it", **one)
+        self._preemptions = Counter(
+            "collm_num_preemptions", "Sequences that gave their KV memory back", **one
+        )
+        self._preempted: dict[str, int] = {}  # replica -> told so far
         self._success = Counter(
             "collm_request_success",
             "Requests that left the engine, by reason",
@@ -143,6 +151,8 @@ class Meters:
         if per_token is not None:
             self._of(self._tpot, replica).observe(per_token)
         self._of(self._prompt_length, replica).observe(len(request.prompt))
+        self._of(self._looked_up, replica).inc(len(request.prompt))
+        self._of(self._found, replica).inc(output.cached_tokens)
         self._of(self._output_length, replica).observe(tokens)
 
     def left(self, replica: str, finished: Finished) -> None:
@@ -158,6 +168,9 @@ class Meters:
         self._running.labels(*labels).set(status.running)
         self._waiting.labels(*labels).set(status.waiting)
         self._kv.labels(*labels).set(status.kv_used / max(1, status.kv_total))
+        told = self._preempted.get(replica, 0)
+        self._preemptions.labels(*labels).inc(max(0, status.preemptions - told))
+        self._preempted[replica] = status.preemptions
         if lag is not None:
             self._lag.labels(*labels).set(lag)
         before = self._loaded.get(replica, {})

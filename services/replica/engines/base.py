@@ -50,6 +50,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     kv_total: int
     b_limit: int
     adapters: dict[str, str]  # name -> version given to new requests
+    preemptions: int = 0  # sequences that gave their memory back so far
 
 
 class Engine(Protocol):

@@ -326,6 +326,7 @@ class TorchEngine:
             kv_total=self.pool.pages * PAGE,
             b_limit=self.scheduler.b,
             adapters=dict(self.adapters.current),
+            preemptions=self.scheduler.preemptions,
         )
 
     def close(self) -> None:

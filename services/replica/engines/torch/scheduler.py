@@ -56,6 +56,7 @@ class Scheduler:
         self.beside_decodes = max_step_tokens  # prompt tokens of a step that others wait for
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
+        self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -113,6 +114,7 @@ class Scheduler:
         self._drop_pages(sequence)
         sequence.computed = sequence.entered = 0
         sequence.preempted += 1
+        self.preemptions += 1
         self.waiting.appendleft(sequence)
 
     def _drop_pages(self, sequence: Sequence) -> None:
