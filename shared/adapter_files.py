@@ -50,11 +50,13 @@ class PeftCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_name(name: str) -> str:
-    """``name`` itself. Raises BadName: 1 to 128 letters, digits, ``. _ : -``, no path tricks."""
-    if not NAME.fullmatch(name) or ".." in name or name.split(":")[-1] == "versions":
+    """``name`` itself. Raises BadName: 1 to 128 letters, digits, ``. _ : -``, no path tricks, and
+    no end that another key in Redis has."""
+    if not NAME.fullmatch(name) or ".." in name or name.split(":")[-1] in ("versions", "job"):
         raise BadName(
             f"adapter or version name {name[:140]!r}: 1 to 128 letters, digits, '.', '_', ':' or "
-            "'-', starting with a letter or digit, without '..' and not ending in ':versions'"
+            "'-', starting with a letter or digit, without '..' and not ending in ':versions' "
+            "or ':job'"
         )
     return name
 

@@ -33,6 +33,7 @@ class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True):
     replica: str = ""  # a replica's own version between rounds; "" = the common one
     session: str = ""
     heldout_ce: float | None = None  # nats per token
+    loss: float | None = None  # of the training that made it, nats per token
     promoted: bool = True  # False: kept and marked, but never made current by its publisher
     note: str = ""  # why it was not promoted, or what it is
     created: float = 0.0  # Redis seconds

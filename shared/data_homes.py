@@ -1,13 +1,16 @@
 """Where training data lives: on the replica that received it, and only there.
 
-``<data_dir>/replicas/<id>/data/<adapter>/<file>.jsonl``. A file travels as a blob to the replica
-named or chosen by hash; the replica stores it, counts its samples into its record and answers
-with an event. Only adapter tensors and numbers ever leave a replica.
+``<data_dir>/replicas/<id>/data/<adapter>/<file>.jsonl``; what its owner keeps for judging versions
+lies in ``heldout/`` beside it. A file travels as a blob to the replica named or chosen by hash; the
+replica stores it, counts its training samples into its record and answers with an event. Only
+adapter tensors and numbers ever leave a replica.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
+import contextlib
 import hashlib
 import os
 import secrets
@@ -23,6 +26,7 @@ from shared.messages import BODY, DeleteData, StoreData, encode
 from shared.tail import follow
 
 SUFFIXES = (".jsonl", ".json")
+HELDOUT = "heldout"  # folder in an adapter's folder
 STREAM_TTL = 600.0  # seconds a file's blob waits for its replica
 FILE_LIMIT = 512 << 20  # bytes
 
@@ -36,22 +40,35 @@ def folder(data_dir: Path, replica: str, adapter: str) -> Path:
     return data_dir / "replicas" / check_name(replica) / "data" / check_name(adapter)
 
 
-def files(data_dir: Path, replica: str, adapter: str) -> list[Path]:
-    """The adapter's training files on this replica, by name."""
+def files(data_dir: Path, replica: str, adapter: str, *, heldout: bool = False) -> list[Path]:
+    """The adapter's training files on this replica, or its held-out ones, by name."""
     place = folder(data_dir, replica, adapter)
+    if heldout:
+        place /= HELDOUT
     return sorted(f for f in place.glob("*") if f.suffix in SUFFIXES) if place.is_dir() else []
 
 
 def store(
-    data_dir: Path, replica: str, adapter: str, file: str, raw: bytes, suffix: str = ".jsonl"
+    data_dir: Path,
+    replica: str,
+    adapter: str,
+    file: str,
+    raw: bytes,
+    suffix: str = ".jsonl",
+    *,
+    heldout: bool = False,
 ) -> int:
     """Check a training file and keep it, whole or not at all; returns its samples.
+
+    With ``heldout`` none of it is trained on, and nothing of the other files is held out.
 
     Raises training_data.DataError naming the line, adapter_files.BadName.
     """
     if suffix not in SUFFIXES:
         raise BadName(f"suffix {suffix!r}: one of {', '.join(SUFFIXES)} expected")
     place = folder(data_dir, replica, adapter)
+    if heldout:
+        place /= HELDOUT
     place.mkdir(parents=True, exist_ok=True)
     beside = place / f".{check_name(file)}.{secrets.token_hex(4)}"
     try:
@@ -69,13 +86,15 @@ def store(
 def delete(data_dir: Path, replica: str, adapter: str, file: str = "") -> int:
     """Delete one file, or all of the adapter's ("" ); returns how many."""
     gone = 0
-    for path in files(data_dir, replica, adapter):
-        if file in ("", path.stem):
-            path.unlink()
-            gone += 1
+    for heldout in (True, False):
+        for path in files(data_dir, replica, adapter, heldout=heldout):
+            if file in ("", path.stem):
+                path.unlink()
+                gone += 1
     place = folder(data_dir, replica, adapter)
-    if place.is_dir() and not any(place.iterdir()):
-        place.rmdir()
+    for emptied in (place / HELDOUT, place):
+        if emptied.is_dir() and not any(emptied.iterdir()):
+            emptied.rmdir()
     return gone
 
 
@@ -119,7 +138,14 @@ async def obey(
         if isinstance(command, StoreData):
             raw = await blobs.get(redis, command.blob, limit=FILE_LIMIT)
             samples = await asyncio.to_thread(
-                store, data_dir, replica, command.adapter, command.file, raw, command.suffix
+                store,
+                data_dir,
+                replica,
+                command.adapter,
+                command.file,
+                raw,
+                command.suffix,
+                heldout=command.heldout,
             )
             await blobs.delete(redis, command.blob)
             answer["samples"] = str(samples)
@@ -150,14 +176,29 @@ def choose(replicas: Sequence[str], key: str, many: int = 1) -> list[str]:
 
 
 def shards(raw: bytes, many: int) -> Iterator[bytes]:
-    """A JSON Lines file dealt out line by line to ``many`` parts (with the owner's consent)."""
+    """A training file dealt out sample by sample to ``many`` parts (with the owner's consent).
+
+    The parts are JSON Lines. A file that is no JSON goes out line by line: its home names the
+    fault.
+    """
+    raw = raw.removeprefix(codecs.BOM_UTF8)
     lines = [line for line in raw.split(b"\n") if line.strip()]
+    if raw.lstrip()[:1] == b"[":
+        with contextlib.suppress(orjson.JSONDecodeError):
+            lines = [orjson.dumps(record) for record in orjson.loads(raw)]
     for part in range(many):
         yield b"\n".join(lines[part::many]) + b"\n"
 
 
 async def send(
-    redis: Redis, replica: str, adapter: str, file: str, raw: bytes, suffix: str = ".jsonl"
+    redis: Redis,
+    replica: str,
+    adapter: str,
+    file: str,
+    raw: bytes,
+    suffix: str = ".jsonl",
+    *,
+    heldout: bool = False,
 ) -> str:
     """Hand a file to a replica; returns the correlation id of the event that will answer."""
     ticket = f"data-{secrets.token_hex(8)}"
@@ -167,6 +208,7 @@ async def send(
         file=check_name(file),
         blob=ticket,
         suffix=suffix,
+        heldout=heldout,
         reply_to=ticket,
     )
     await redis.xadd(

@@ -27,14 +27,22 @@ ENDED = frozenset({"succeeded", "failed", "cancelled"})
 EVENTS_MAXLEN = 10_000
 SEEN_SECONDS = 7 * 24 * 3600
 
-# The entry is added unless its source was entered before. KEYS: events, seen. ARGV[1] source
-# id or '', [2] length, [3] seconds, then fields.
+# The entry is added unless its source was entered before, and the numbers that come with it are
+# added to the record. KEYS: events, seen, record. ARGV[1] source id or '', [2] length, [3] seconds,
+# [4] how many numbers, names and numbers, then fields.
 _ENTER = """
 if ARGV[1] ~= '' then
   if redis.call('SADD', KEYS[2], ARGV[1]) == 0 then return 0 end
   redis.call('EXPIRE', KEYS[2], ARGV[3])
 end
-redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', unpack(ARGV, 4))
+local at = 5
+for _ = 1, tonumber(ARGV[4]) do
+  if redis.call('EXISTS', KEYS[3]) == 1 then
+    redis.call('HINCRBYFLOAT', KEYS[3], ARGV[at], ARGV[at + 1])
+  end
+  at = at + 2
+end
+redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', unpack(ARGV, at))
 return 1
 """
 # Move a job to a state unless it has ended. KEYS[1] record. ARGV: fields.
@@ -78,7 +86,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""  # the session that runs, or ran last
     version: str = ""  # last published version; "" = none yet
     rounds: int = 0  # versions published
-    trained_tokens: int = 0
+    trained_tokens: int = 0  # in rounds that are done
+    rounds_done: int = 0  # also those whose version was not promoted
+    round_seconds: float = 0.0  # of them together
+    rounds_left: int = 0  # at most, when it was last heard of
+    heard: float = 0.0  # when that was
     homes: tuple[str, ...] = ()  # replicas that hold its data
     hyperparameters: dict[str, Any] = {}  # as asked for, in OpenAI's terms
     options: dict[str, str | int | float] = {}  # as the coordinator takes them
@@ -189,8 +201,13 @@ class Jobs:
         source: str = "",
         kind: str = "message",
         data: Mapping[str, Any] | None = None,
+        add: Mapping[str, int | float] | None = None,
     ) -> bool:
-        """Add to the job's events; False when ``source`` (an id of ``events``) is in already."""
+        """Add to the job's events; False when ``source`` (an id of ``events``) is in already.
+
+        ``add``: what is added to numbers of the record, once with the entry.
+        """
+        numbers = [str(item) for pair in (add or {}).items() for item in pair]
         fields = (
             "level",
             level,
@@ -204,12 +221,15 @@ class Jobs:
         return bool(
             await self._redis.eval(
                 _ENTER,
-                2,
+                3,
                 names.job_events(job_id),
                 names.job_seen(job_id),
+                names.job(job_id),
                 source,
                 str(EVENTS_MAXLEN),
                 str(SEEN_SECONDS),
+                str(len(numbers) // 2),
+                *numbers,
                 *fields,
             )
         )

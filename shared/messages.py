@@ -187,6 +187,7 @@ class StoreData(Message, frozen=True, kw_only=True, tag="store_data", omit_defau
     file: str  # id of the file; storing it again replaces it
     blob: str  # where its bytes are
     suffix: str = ".jsonl"
+    heldout: bool = False  # never trained on: versions are judged by it
     reply_to: str = ""
 
 

@@ -163,6 +163,16 @@ def tenant_levels(tenant: str) -> str:
     return f"{PREFIX}tenant:{tenant}:levels"
 
 
+def tenant_chat(tenant: str, request_id: str) -> str:
+    """JSON: a recent chat of a tenant that wants to learn from feedback; expires."""
+    return f"{PREFIX}tenant:{tenant}:chat:{request_id}"
+
+
+def tenant_chats(tenant: str) -> str:
+    """Sorted set: request ids of a tenant's recent chats by time; expires."""
+    return f"{PREFIX}tenant:{tenant}:chats"
+
+
 def tenant_running(tenant: str) -> str:
     """Hash: gateway process -> a tenant's requests that run there, as of when; expires."""
     return f"{PREFIX}tenant:{tenant}:running"

@@ -22,6 +22,7 @@ class Outcome:
     entry: AdapterVersion
     promoted: bool
     loss: float | None  # F of the round
+    rounds: int  # at most, of the session
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,9 @@ async def tell_round(
         exchange=made.exchange,
         exchange_bytes=paid.exchange_bytes,
         exchange_seconds=round(paid.exchange_seconds, 4),
+        tokens=sum(r.tokens for r in outcome.results.values()),
+        done=session.done + 1,
+        of=outcome.rounds,
         steps=",".join(f"{c}:{r.steps}" for c, r in sorted(outcome.results.items())),
         **privacy,
     )

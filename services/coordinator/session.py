@@ -267,6 +267,7 @@ class SessionRun:
             round=s.round,
             session=s.id,
             heldout_ce=checked.after,
+            loss=loss,
             note=checked.why,
         )
         promoted = await self._enter(entry, checked)
@@ -276,7 +277,10 @@ class SessionRun:
             await context.registry.prune(s.adapter, context.settings.keep_versions)
         await blobs.delete(context.redis, *(r.blob for r in results.values() if r.blob))
         await tell_round(
-            context, s, Outcome(results, made, checked, entry, promoted, loss), opening.spent(s)
+            context,
+            s,
+            Outcome(results, made, checked, entry, promoted, loss, opening.options.max_rounds),
+            opening.spent(s),
         )
         losses = {
             c: (*s.losses.get(c, ()), r.loss) for c, r in results.items() if r.loss is not None

@@ -12,6 +12,7 @@ from services.gateway.access import Principal
 from services.gateway.answer import Answer, Choice
 from services.gateway.catalogue import Target
 from services.gateway.errors import ApiError, Headers, bad_value
+from services.gateway.feedback import Asked
 from services.gateway.forms import DONE, KEEP_ALIVE, ChatForm, CompletionForm, Form, error_frame
 from services.gateway.http import Exchange
 from shared.messages import Generate, Sampling
@@ -106,15 +107,14 @@ class Generation:
         own = self._settings.tenants.get(exchange.caller.tenant)
         if own is None or not own.feedback_adapter or not answer.done:
             return
-        text = answer.choices[0].text()
-        for request_id in {exchange.tag.decode(), exchange.id}:
-            self._memory.keep(
-                request_id,
-                exchange.caller.tenant,
-                own.feedback_adapter,
-                prompts.check_messages(request.messages),
-                text,
-            )
+        asked = Asked(
+            base=answer.choices[0].model.card.name,
+            adapter=own.feedback_adapter,
+            messages=prompts.check_messages(request.messages),
+            answer=answer.choices[0].text(),
+        )
+        ids = {exchange.tag.decode(), exchange.id}
+        self._memory.keep(exchange.caller.tenant, ids, asked)
 
     # ------------------------------------------------------------ before the queue
 

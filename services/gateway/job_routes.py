@@ -18,8 +18,20 @@ if TYPE_CHECKING:
     from services.gateway.service import Gateway
 
 
-def shown(job: Job) -> dict[str, Any]:
-    """The job object. ``fine_tuned_model`` is set as soon as a version can be asked."""
+def estimated_finish(job: Job, now: float) -> int | None:
+    """By the rounds that may be left and the mean of those done; None while nothing is known.
+
+    A job that learns no more ends sooner.
+    """
+    if job.status != "running" or job.paused or job.rounds_done == 0:
+        return None
+    left = job.rounds_left * job.round_seconds / job.rounds_done
+    return int(max(now, job.heard + left))
+
+
+def shown(job: Job, now: float) -> dict[str, Any]:
+    """The job object at Redis time ``now``. ``fine_tuned_model`` is set as soon as a version can
+    be asked; ``trained_tokens`` counts the rounds that are done."""
     return {
         "id": job.id,
         "object": "fine_tuning.job",
@@ -43,7 +55,7 @@ def shown(job: Job) -> dict[str, Any]:
         "user_provided_suffix": job.suffix or None,
         "integrations": [],
         "error": job.error or None,
-        "estimated_finish": None,
+        "estimated_finish": estimated_finish(job, now),
         "paused": job.paused,
     }
 
@@ -69,7 +81,11 @@ def shown_checkpoint(job: Job, entry: AdapterVersion) -> dict[str, Any]:
         "fine_tuned_model_checkpoint": job.adapter,
         "fine_tuning_job_id": job.id,
         "step_number": entry.round,
-        "metrics": {"step": entry.round, "valid_loss": entry.heldout_ce},
+        "metrics": {
+            "step": entry.round,
+            "train_loss": entry.loss,
+            "valid_loss": entry.heldout_ce,
+        },
         "version": entry.version,
         "quality": entry.quality,
     }
@@ -95,7 +111,8 @@ def add(app: FastAPI, gateway: Gateway) -> None:
     async def create(request: Request) -> Response:
         settings = gateway.settings
         body = await exchange_of(request).body(settings.max_body_bytes, settings.body_timeout)
-        return json(shown(await tuning.create(job_request(body), caller(request))))
+        job = await tuning.create(job_request(body), caller(request))
+        return json(shown(job, gateway.clock()))
 
     @app.get(prefix)
     async def listing(request: Request) -> Response:
@@ -103,16 +120,18 @@ def add(app: FastAPI, gateway: Gateway) -> None:
         for name, value in request.query_params.items():
             if name.startswith("metadata[") and name.endswith("]"):
                 found = [j for j in found if j.metadata.get(name[9:-1]) == value]
-        return page([shown(j) for j in found], request)
+        now = gateway.clock()
+        return page([shown(j, now) for j in found], request)
 
     @app.get(prefix + "/{job_id}")
     async def one(request: Request, job_id: str) -> Response:
-        return json(shown(await tuning.find(job_id, caller(request))))
+        return json(shown(await tuning.find(job_id, caller(request)), gateway.clock()))
 
     @app.post(prefix + "/{job_id}/{verb}")
     async def command(request: Request, job_id: str, verb: str) -> Response:
         """cancel, pause, resume."""
-        return json(shown(await _obey(tuning, job_id, verb, caller(request))))
+        job = await _obey(tuning, job_id, verb, caller(request))
+        return json(shown(job, gateway.clock()))
 
     @app.get(prefix + "/{job_id}/events")
     async def events(request: Request, job_id: str) -> Response:

@@ -48,8 +48,8 @@ def respond(error: ApiError) -> Response:
     return Response(error.body(), error.status, headers, "application/json")
 
 
-def not_found(what: str, name: str) -> ApiError:
-    return ApiError(404, f"no such {what}: {name}", param="id")
+def not_found(what: str, name: str, param: str = "id") -> ApiError:
+    return ApiError(404, f"no such {what}: {name}", param=param)
 
 
 def page(items: Sequence[dict[str, Any]], request: Request) -> Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -91,7 +90,7 @@ class Gateway:
         )
         self.access = Access(settings.api_keys_file)
         self.limits = Limits(self.redis, settings.limits, settings.tenants, settings.redis_wait)
-        self.memory = Memory(time.monotonic)
+        self.memory = Memory(self.redis)
         self.generation = Generation(self)
         self.jobs = Jobs(self.redis)
         self.adapters = Adapters(self)
@@ -158,6 +157,7 @@ class Gateway:
             async with asyncio.timeout(2.0):
                 await self.outbox.flushed()  # the cancels of clients that are still there
                 await self.limits.flush()
+                await self.memory.close()
                 await self.redis.delete(names.gateway_alive(self.id), names.replies(self.id))
                 await self.redis.srem(names.GATEWAYS, self.id)
         except (TimeoutError, *TRANSIENT) as e:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from shared import settings
+from shared.adapter_files import check_name
 from shared.slo import Slo
 
 
@@ -52,6 +53,11 @@ class TenantSettings(BaseModel):
     feedback_adapter: str = Field(
         "", description="Adapter that learns from this tenant's feedback; empty: none is kept"
     )
+
+    @field_validator("feedback_adapter")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        return check_name(value) if value else value
 
 
 class GatewaySettings(settings.Settings):
@@ -106,3 +112,10 @@ class GatewaySettings(settings.Settings):
     )
     admin_host: str = Field("127.0.0.1", description="Address of admin_port")
     shutdown_grace: float = Field(30.0, gt=0, description="Seconds for running answers at the end")
+
+    @model_validator(mode="after")
+    def _apart(self) -> GatewaySettings:
+        wanted = [t.feedback_adapter for t in self.tenants.values() if t.feedback_adapter]
+        if twice := next((name for name in wanted if wanted.count(name) > 1), None):
+            raise ValueError(f"tenants: two of them have the feedback_adapter {twice!r}")
+        return self

@@ -31,6 +31,28 @@ def test_a_file_is_stored_counted_and_deleted(tmp_path: Path) -> None:
     assert not data_homes.folder(tmp_path, "r0", "chat").exists()
 
 
+def test_what_is_held_out_lies_apart_is_not_counted_and_goes_with_the_rest(tmp_path: Path) -> None:
+    data_homes.store(tmp_path, "r0", "chat", "first", chats(5))
+    assert data_homes.store(tmp_path, "r0", "chat", "judge", chats(2), heldout=True) == 2
+    assert data_homes.count(tmp_path, "r0") == {"chat": 5}
+    assert [f.stem for f in data_homes.files(tmp_path, "r0", "chat")] == ["first"]
+    assert [f.stem for f in data_homes.files(tmp_path, "r0", "chat", heldout=True)] == ["judge"]
+    assert data_homes.delete(tmp_path, "r0", "chat", "judge") == 1
+    data_homes.store(tmp_path, "r0", "chat", "judge", chats(2), heldout=True)
+    assert data_homes.delete(tmp_path, "r0", "chat") == 2
+    assert not data_homes.folder(tmp_path, "r0", "chat").exists()
+
+
+def test_a_json_array_is_dealt_out_by_sample(tmp_path: Path) -> None:
+    whole = json.dumps([json.loads(line) for line in chats(7).splitlines()], indent=1).encode()
+    parts = list(data_homes.shards(b"\xef\xbb\xbf" + whole, 2))
+    stored = [
+        data_homes.store(tmp_path, f"r{i}", "chat", "f", part, ".json")
+        for i, part in enumerate(parts)
+    ]
+    assert stored == [4, 3]
+
+
 def test_a_damaged_file_is_refused_with_its_line_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(training_data.DataError, match=r"first\.jsonl:3"):
         data_homes.store(tmp_path, "r0", "chat", "first", chats(2) + b'{"messages": 1}\n')

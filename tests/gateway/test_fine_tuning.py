@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 
 import httpx
+import msgspec
 import openai
 import pytest
 
+from services.gateway import feedback
+from services.gateway.settings import GatewaySettings
 from shared import api_keys, data_homes, names, sessions
 from shared.adapters import AdapterRegistry, AdapterVersion
 from shared.replica_state import event
 from tests.gateway.answerer import until
-from tests.gateway.conftest import MODEL
+from tests.gateway.conftest import MODEL, serve
 from tests.gateway.replica import controlled
 
 
@@ -173,6 +176,113 @@ async def test_a_round_is_a_checkpoint_that_can_be_asked_at_once(tuning, tmp_pat
     await until(dropped, "the data to leave its home")
 
 
+async def test_a_validation_file_goes_home_apart_from_the_training_data(tuning, tmp_path, redis):
+    files = tuning.openai.files
+    judging = await files.create(file=("judge.jsonl", jsonl(3)), purpose="fine-tune")
+    job = await queued(tuning, validation_file=judging.id)
+    home, adapter = f"{MODEL}-r0", await adapter_of(tuning, job)
+    assert data_homes.count(tmp_path, home) == {adapter: 8}  # what counts as training data
+    (kept,) = data_homes.files(tmp_path, home, adapter, heldout=True)
+    assert kept.read_bytes() == jsonl(3)
+    registered = await AdapterRegistry(redis, tmp_path).get(adapter)
+    assert registered is not None
+    assert registered.training["heldout_samples"] == 3
+    told = await tuning.openai.fine_tuning.jobs.list_events(job.id)
+    assert any("8 examples, 3 to validate with" in e.message for e in told.data)
+    await tuning.openai.fine_tuning.jobs.cancel(job.id)
+
+    async def gone() -> bool:
+        return not data_homes.folder(tmp_path, home, adapter).exists()
+
+    await until(gone, "both files to leave their home")
+
+
+async def test_a_bad_validation_file_fails_the_job_and_is_named(tuning):
+    files, jobs = tuning.openai.files, tuning.openai.fine_tuning.jobs
+    good = await upload(tuning)
+    bad = await files.create(file=("judge.jsonl", jsonl(2) + b"\n{}"), purpose="fine-tune")
+    job = await jobs.create(model=MODEL, training_file=good.id, validation_file=bad.id)
+
+    async def failed() -> bool:
+        return (await jobs.retrieve(job.id)).status == "failed"
+
+    await until(failed, "the failure")
+    error = (await jobs.retrieve(job.id)).error
+    assert (error.code, error.param) == ("invalid_validation_file", "validation_file")
+    assert "judge.jsonl:3" in error.message
+    with pytest.raises(openai.BadRequestError, match="is the training file"):
+        await jobs.create(model=MODEL, training_file=good.id, validation_file=good.id)
+
+
+async def test_rounds_fill_in_trained_tokens_and_the_estimated_finish(tuning, redis):
+    job = await queued(tuning)
+    jobs, adapter = tuning.openai.fine_tuning.jobs, await adapter_of(tuning, job)
+    fresh = await jobs.retrieve(job.id)
+    assert (fresh.trained_tokens, fresh.estimated_finish) == (None, None)
+    await event(redis, "session_opened", session="s1", adapter=adapter, why="2 Idle")
+    rounds = [(1, 100, 20.0, 2.5), (2, 50, 40.0, 1.25)]
+    for number, tokens, seconds, loss in [*rounds, rounds[-1]]:  # the last one is told twice
+        await event(
+            redis,
+            "round_done",
+            session="s1",
+            adapter=adapter,
+            round=number,
+            done=number,
+            of=12,
+            tokens=tokens,
+            seconds=seconds,
+            loss=loss,
+            heldout=loss + 1,
+        )
+    now = (await redis.time())[0]
+
+    async def counted() -> bool:
+        return (await jobs.retrieve(job.id)).trained_tokens == 150
+
+    await until(counted, "the rounds to be counted")
+    await event(redis, "session_waits", adapter=adapter, why="the last")
+
+    async def all_told() -> bool:
+        return any("the last" in e.message for e in (await jobs.list_events(job.id)).data)
+
+    await until(all_told, "all events")
+    found = await jobs.retrieve(job.id)
+    assert found.trained_tokens == 150
+    # Ten rounds are left, of 30 seconds each by the mean.
+    assert now + 299 <= found.estimated_finish <= now + 310
+    told = [e for e in (await jobs.list_events(job.id)).data if e.type == "metrics"]
+    assert len(told) == 2
+    assert told[0].message == "Step 2/12: training loss=1.2500, validation loss=2.2500"
+    assert told[0].data["train_loss"] == 1.25
+    assert told[0].data["valid_loss"] == 2.25
+    assert told[0].data["step"] == 2
+    assert (await jobs.pause(job.id)).estimated_finish is None
+    assert (await jobs.resume(job.id)).estimated_finish >= now + 299
+    assert (await jobs.cancel(job.id)).estimated_finish is None
+
+
+async def test_a_job_that_is_cancelled_while_it_is_set_up_leaves_no_data(tuning, redis, tmp_path):
+    file = await upload(tuning)
+    jobs = tuning.openai.fine_tuning.jobs
+    async with controlled(redis, f"{MODEL}-r0", tmp_path) as home:
+        del home
+        job = await jobs.create(model=MODEL, training_file=file.id)
+        await jobs.cancel(job.id)
+
+        async def gone() -> bool:
+            return data_homes.count(tmp_path, f"{MODEL}-r0") == {}
+
+        async def told() -> bool:
+            events = (await jobs.list_events(job.id)).data
+            return any("cancelled" in e.message for e in events)
+
+        await until(told, "the cancellation")
+        await until(lambda: not tuning.gateway.fine_tuning._setups, "the set-up's end")
+        await until(gone, "the data to leave again")
+        assert (await jobs.retrieve(job.id)).status == "cancelled"
+
+
 async def test_a_job_whose_replicas_were_taken_back_before_it_learnt_waits_again(
     tuning, tmp_path, redis
 ):
@@ -194,9 +304,6 @@ async def test_a_job_whose_replicas_were_taken_back_before_it_learnt_waits_again
 async def test_every_event_is_entered_once_however_many_gateways_follow(
     tuning, redis, redis_server, tmp_path
 ):
-    from services.gateway.settings import GatewaySettings
-    from tests.gateway.conftest import serve
-
     settings = GatewaySettings(
         redis_url=redis_server.url, data_dir=tmp_path, port=0, shutdown_grace=1
     )
@@ -346,20 +453,109 @@ async def test_feedback_becomes_an_example_at_the_adapters_home_if_the_tenant_wa
         async def send(**body) -> httpx.Response:
             return await served.http.post("/v1/feedback", json={"request_id": request_id, **body})
 
+        def learnt() -> list[str]:
+            files = data_homes.files(tmp_path, f"{MODEL}-r0", "helpdesk")
+            return [json.loads(f.read_text())["messages"][-1]["content"] for f in files]
+
         assert (await send(rating="bad")).json()["stored"] is False
         assert (await send(rating="good")).json()["stored"] is True
-        corrected = await send(corrected="Good day!")
+        assert learnt() == ["Hello there!"]
+        corrected = await send(corrected="Good day!", rating="bad")
         assert corrected.json()["home"] == f"{MODEL}-r0"
-        assert data_homes.count(tmp_path, f"{MODEL}-r0") == {"helpdesk": 2}
-        (first, second) = data_homes.files(tmp_path, f"{MODEL}-r0", "helpdesk")
-        said = [json.loads(f.read_text())["messages"][-1]["content"] for f in (first, second)]
-        assert said == ["Hello there!", "Good day!"]
+        assert learnt() == ["Good day!"]  # the later word on a chat replaces the earlier one
+        assert (await send(rating="bad")).json()["stored"] is False
+
+        async def taken_back() -> bool:
+            return learnt() == []
+
+        await until(taken_back, "the example to be deleted")
+        by_id = {"request_id": answer.json()["id"], "rating": "good"}
+        assert (await served.http.post("/v1/feedback", json=by_id)).json()["stored"] is True
         assert (await send()).status_code == 400
         assert (await send(rating="great")).status_code == 400
         unknown = await served.http.post(
             "/v1/feedback", json={"request_id": "nothing", "rating": "good"}
         )
         assert unknown.status_code == 404
+
+
+async def test_feedback_may_be_told_to_another_gateway_and_by_its_own_tenant_only(
+    start, redis, redis_server, tmp_path
+):
+    keys = tmp_path / "keys.json"
+    made = {name: api_keys.create(keys, name)[1] for name in ("acme", "other", "third")}
+    # The third one's adapter is acme's: a mistake of the operator, which must not leak.
+    tenants = {
+        "acme": {"feedback_adapter": "acme-desk"},
+        "other": {"feedback_adapter": "other-desk"},
+        "third": {"feedback_adapter": "stolen"},
+    }
+    registry = AdapterRegistry(redis, tmp_path)
+    await registry.register("stolen", base=MODEL, rank=8, tenant="acme")
+    options = {"api_keys_file": keys, "tenants": tenants, "data_dir": tmp_path}
+    settings = GatewaySettings(redis_url=redis_server.url, port=0, shutdown_grace=1, **options)
+    async with (
+        start(key=made["acme"], **options) as served,
+        serve(settings) as (_, elsewhere),
+        controlled(redis, f"{MODEL}-r0", tmp_path),
+        httpx.AsyncClient(base_url=elsewhere, verify=False) as http,
+    ):
+        # Two tenants whose clients chose the same request id have two chats.
+        asked = {"x-request-id": "same"}
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "mine"}]}
+        for name in ("acme", "third"):
+            headers = {**asked, "authorization": f"Bearer {made[name]}"}
+            served_by = await served.http.post("/v1/chat/completions", json=body, headers=headers)
+            assert served_by.status_code == 200
+
+        async def tell(name: str) -> httpx.Response:
+            told = {"request_id": "same", "corrected": f"answer of {name}"}
+            headers = {"authorization": f"Bearer {made[name]}"}
+            return await http.post("/v1/feedback", json=told, headers=headers)
+
+        async def told() -> bool:
+            return (await tell("acme")).status_code == 200
+
+        await until(told, "the chat to be known to all gateways")
+        assert (await tell("other")).status_code == 404
+        refused = await tell("third")
+        assert refused.status_code == 409
+        assert "not this tenant's own" in refused.json()["error"]["message"]
+        home = f"{MODEL}-r0"
+        assert data_homes.count(tmp_path, home) == {"acme-desk": 1}
+        (file,) = data_homes.files(tmp_path, home, "acme-desk")
+        assert "answer of acme" in file.read_text()
+        adapter = await registry.get("acme-desk")
+        assert adapter is not None
+        assert adapter.tenant == "acme"  # nobody else may ask what it learns
+
+
+async def test_chats_kept_for_feedback_are_bounded_and_expire(redis, monkeypatch):
+    monkeypatch.setattr(feedback, "KEEP", 3)
+    memory = feedback.Memory(redis)
+    chat = feedback.Asked(base=MODEL, adapter="a", messages=[], answer="x")
+    for number in range(5):
+        memory.keep("acme", {f"id{number}"}, chat)
+        await memory.close()
+    memory.keep("acme", {"huge"}, msgspec.structs.replace(chat, answer="x" * feedback.LONGEST))
+    await memory.close()
+    found = [await memory.find("acme", name) for name in ("id0", "id1", "id2", "id4", "huge")]
+    assert [f is not None for f in found] == [False, False, True, True, False]
+    assert await memory.find("other", "id4") is None
+    for key in (names.tenant_chat("acme", "id4"), names.tenant_chats("acme")):
+        assert 0 < await redis.ttl(key) <= feedback.KEEP_SECONDS
+
+
+@pytest.mark.parametrize(
+    "tenants",
+    [
+        {"a": {"feedback_adapter": "x"}, "b": {"feedback_adapter": "x"}},
+        {"a": {"feedback_adapter": "../x"}},
+    ],
+)
+def test_bad_feedback_adapters_stop_the_start(tenants):
+    with pytest.raises(ValueError, match="feedback_adapter"):
+        GatewaySettings(tenants=tenants)
 
 
 async def test_feedback_is_off_unless_the_tenant_wants_it(served):

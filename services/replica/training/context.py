@@ -133,20 +133,41 @@ class TrainingContext:
     def data_set(self, adapter: str, max_tokens: int, heldout: float) -> DataSet | None:
         """The adapter's data, tokenised once; None when there is none here.
 
+        Part ``heldout`` of it is held out, unless its owner named what is.
         Raises training_data.DataError naming file and line.
         """
-        files = data_homes.files(Path(self.config.data_dir), self.config.replica, adapter)
+        home, replica = Path(self.config.data_dir), self.config.replica
+        files = data_homes.files(home, replica, adapter)
         if not files:
             return None
-        stamp = ";".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns}" for f in files)
+        judging = data_homes.files(home, replica, adapter, heldout=True)
+        stamp = "|".join(map(_stamp, (files, judging)))
         key = (adapter, max_tokens, heldout)
         cached = self._data.get(key)
         if cached is None or cached.fingerprint != stamp:
-            cached = self._encode(files, max_tokens, heldout, stamp)
+            cached = self._encode(files, judging, max_tokens, heldout, stamp)
             self._data[key] = cached
         return cached
 
-    def _encode(self, files: list[Path], limit: int, heldout: float, stamp: str) -> DataSet:
+    def _encode(
+        self, files: list[Path], judging: list[Path], limit: int, heldout: float, stamp: str
+    ) -> DataSet:
+        chats, skipped = self._chats(files)
+        parts = training_data.split(chats, heldout)
+        if judging:
+            own, broken = self._chats(judging)
+            parts, skipped = training_data.Split(tuple(chats), tuple(own)), skipped + broken
+        name = ", ".join(f.name for f in files)
+        judged = ", ".join(f.name for f in judging) or name
+        return DataSet(
+            train=data.encode(parts.train, self.tokenizer, limit, name),
+            heldout=data.encode(parts.heldout, self.tokenizer, limit, judged),
+            fingerprint=stamp,
+            skipped=skipped,
+        )
+
+    def _chats(self, files: list[Path]) -> tuple[list[training_data.Chat], int]:
+        """All chats of these files, and how many lines were skipped."""
         chats: list[training_data.Chat] = []
         skipped = 0
         for file in files:
@@ -155,14 +176,12 @@ class TrainingContext:
                 log.warning("skipped: %s", error)
             chats += loaded.chats
             skipped += len(loaded.skipped)
-        parts = training_data.split(chats, heldout)
-        name = ", ".join(f.name for f in files)
-        return DataSet(
-            train=data.encode(parts.train, self.tokenizer, limit, name),
-            heldout=data.encode(parts.heldout, self.tokenizer, limit, name),
-            fingerprint=stamp,
-            skipped=skipped,
-        )
+        return chats, skipped
+
+
+def _stamp(files: list[Path]) -> str:
+    """Changes with any of the files."""
+    return ";".join(f"{f.name}:{f.stat().st_size}:{f.stat().st_mtime_ns}" for f in files)
 
 
 def _nothing() -> None:
