@@ -14,7 +14,7 @@ class DispatcherSettings(Settings):
 
     section: ClassVar[str] = "dispatcher"
 
-    policy: str = Field("collm", description="Name of the dispatch policy")
+    policy: str = Field("collm", description="Name of the dispatch policy, or module:Class")
     policy_options: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the policy"
     )

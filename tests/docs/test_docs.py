@@ -19,7 +19,7 @@ from tools import configuration, dashboards, dependencies, lock, metrics
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 PATH = re.compile(
-    r"`((?:services|shared|collm|loadgen|sim|bench|config|deploy|tools|tests)/[\w./-]*)`"
+    r"`((?:services|shared|collm|loadgen|sim|bench|config|deploy|examples|tools|tests)/[\w./-]*)`"
 )
 
 

@@ -1,7 +1,8 @@
-"""Which policies there are, by name."""
+"""Which policies there are, by name; one from elsewhere is named ``module:Class``."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,10 +31,24 @@ class UnknownPolicy(ValueError):
 
 
 def create(name: str, **options: Any) -> Policy:
-    """A fresh policy for one model. Raises UnknownPolicy."""
-    if name not in POLICIES:
-        raise UnknownPolicy(f"no dispatch policy {name!r}; known: {', '.join(sorted(POLICIES))}")
+    """A fresh policy for one model. ``package.module:Class`` is imported. Raises UnknownPolicy."""
+    maker = _foreign(name) if ":" in name else POLICIES.get(name)
+    if maker is None:
+        known = ", ".join(sorted(POLICIES))
+        raise UnknownPolicy(f"no dispatch policy {name!r}; known: {known}, or module:Class")
     try:
-        return POLICIES[name](**options)
+        made = maker(**options)
     except TypeError as e:
         raise UnknownPolicy(f"dispatch policy {name!r}: {e}") from e
+    if not isinstance(made, Policy):
+        raise UnknownPolicy(f"dispatch policy {name!r}: it lacks a method of base.Policy")
+    return made
+
+
+def _foreign(name: str) -> Callable[..., Policy]:
+    module, _, attribute = name.partition(":")
+    try:
+        found: Callable[..., Policy] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as e:
+        raise UnknownPolicy(f"dispatch policy {name!r}: {e}") from e
+    return found
