@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 KEEP = 2000  # chats a tenant
 KEEP_SECONDS = 3600
 LONGEST = 100_000  # characters of a corrected answer, and bytes of a chat that is kept
+LONGEST_ID = 200  # characters
 STORE_SECONDS = 30.0
 RANK, LORA_ALPHA = 8, 16.0  # of a tenant's adapter that feedback makes
 
@@ -135,10 +136,12 @@ async def take(gateway: Gateway, told: FeedbackRequest, who: Principal) -> dict[
         raise bad_value("rating", "a rating or a corrected answer is required")
     if told.corrected is not None and not 1 <= len(told.corrected) <= LONGEST:
         raise bad_value("corrected", f"corrected has 1 to {LONGEST} characters")
-    request_id = told.request_id.removeprefix("chatcmpl-")
+    if len(told.request_id) > LONGEST_ID:
+        raise bad_value("request_id", f"request_id has at most {LONGEST_ID} characters")
+    request_id = told.request_id.removeprefix("chatcmpl-").removeprefix("resp_")
     asked = await gateway.memory.find(who.tenant, request_id)
     if asked is None:
-        raise not_found("recent chat", told.request_id[:120], "request_id")
+        raise not_found("recent chat", told.request_id, "request_id")
     learnt = told.corrected
     if learnt is None and told.rating == "good":
         learnt = asked.answer

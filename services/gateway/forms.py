@@ -19,6 +19,15 @@ KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it, proxies see life
 class Form(Protocol):
     """How a route writes an answer."""
 
+    @property
+    def end(self) -> bytes:
+        """What ends a stream that was finished."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """What ends one that was not, so that clients raise."""
+        ...
+
     def whole(self, answer: Answer) -> bytes: ...
 
     def first(self, choice: Choice) -> bytes:
@@ -81,7 +90,17 @@ class _Envelope:
         )
 
 
-class ChatForm:
+class _Ends:
+    """How the streams of both older routes end."""
+
+    end = DONE
+
+    def error(self, error: ApiError) -> bytes:
+        """No [DONE] follows, so that clients raise."""
+        return b"data: " + error.body() + b"\n\n"
+
+
+class ChatForm(_Ends):
     """``chat.completion`` and ``chat.completion.chunk``. ``calls`` by choice when tools were
     offered."""
 
@@ -168,7 +187,7 @@ class ChatForm:
         return self._in.usage_chunk(answer)
 
 
-class CompletionForm:
+class CompletionForm(_Ends):
     """``text_completion``, whole and in chunks. With ``echo`` the prompt comes first."""
 
     def __init__(
@@ -223,8 +242,3 @@ class CompletionForm:
 
     def usage(self, answer: Answer) -> bytes:
         return self._in.usage_chunk(answer)
-
-
-def error_frame(error: ApiError) -> bytes:
-    """An error after the stream has begun; no [DONE] follows, so that clients raise."""
-    return b"data: " + error.body() + b"\n\n"

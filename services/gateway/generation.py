@@ -13,7 +13,7 @@ from services.gateway.answer import Answer, Choice
 from services.gateway.catalogue import Target
 from services.gateway.errors import ApiError, Headers, bad_value
 from services.gateway.feedback import Asked
-from services.gateway.forms import DONE, KEEP_ALIVE, ChatForm, CompletionForm, Form, error_frame
+from services.gateway.forms import KEEP_ALIVE, ChatForm, CompletionForm, Form
 from services.gateway.http import Exchange
 from shared.messages import Generate, Sampling
 
@@ -41,13 +41,34 @@ class Generation:
         body = await exchange.body(self._settings.max_body_bytes, self._settings.body_timeout)
         received = self._clock()
         request = wire.chat_request(body)
+        answer, offered = await self.prepare(exchange, request, len(body), received)
+        parallel = request.parallel_tool_calls is not False
+        form = ChatForm(
+            answer.id,
+            int(received),
+            request.model,
+            answer.choices[0].model.card.emulated,
+            answer.stream,
+            _with_usage(request),
+            [tools.Calls(parallel) for _ in answer.choices] if offered else (),
+        )
+        await self.serve(exchange, answer, form, _with_usage(request))
+        self.remember(exchange, request, answer)
+
+    async def prepare(
+        self, exchange: Exchange, request: wire.ChatRequest, size: int, received: float
+    ) -> tuple[Answer, bool]:
+        """A chat as far as the queue, and whether it may call tools. ``size``: bytes of the body.
+
+        Raises ApiError 400, 404, 503.
+        """
         params.check(request)
         probabilities = logprobs.wanted_chat(request)
         grammar = structured.grammar(request.response_format)
         target = await self.target(request.model, exchange.caller)
         offered = tools.offered(request, target.model)
         grammar = tools.demanded(request, grammar) or grammar
-        prompt = await prompts.chat_prompt(request, target.model, len(body), offered)
+        prompt = await prompts.chat_prompt(request, target.model, size, offered)
         named, param = request.max_completion_tokens, "max_completion_tokens"
         if named is None:
             named, param = request.max_tokens, "max_tokens"
@@ -60,18 +81,7 @@ class Generation:
         )
         sampling = _sampling(request, target, length, probabilities, grammar)
         answer = self._build(exchange, request, target, [(prompt, sampling)], received)
-        parallel = request.parallel_tool_calls is not False
-        form = ChatForm(
-            answer.id,
-            int(received),
-            request.model,
-            target.model.card.emulated,
-            answer.stream,
-            _with_usage(request),
-            [tools.Calls(parallel) for _ in answer.choices] if offered else (),
-        )
-        await self._serve(exchange, answer, form, _with_usage(request))
-        self._remember(exchange, request, answer)
+        return answer, bool(offered)
 
     async def completion(self, exchange: Exchange) -> None:
         body = await exchange.body(self._settings.max_body_bytes, self._settings.body_timeout)
@@ -100,9 +110,9 @@ class Generation:
             _with_usage(request),
             bool(request.echo),
         )
-        await self._serve(exchange, answer, form, _with_usage(request))
+        await self.serve(exchange, answer, form, _with_usage(request))
 
-    def _remember(self, exchange: Exchange, request: wire.ChatRequest, answer: Answer) -> None:
+    def remember(self, exchange: Exchange, request: wire.ChatRequest, answer: Answer) -> None:
         """For feedback, where the tenant wants it."""
         own = self._settings.tenants.get(exchange.caller.tenant)
         if own is None or not own.feedback_adapter or not answer.done:
@@ -197,9 +207,8 @@ class Generation:
 
     # ------------------------------------------------------------ the answer
 
-    async def _serve(
-        self, exchange: Exchange, answer: Answer, form: Form, with_usage: bool
-    ) -> None:
+    async def serve(self, exchange: Exchange, answer: Answer, form: Form, with_usage: bool) -> None:
+        """Admit, queue, answer, give back. Raises ApiError, ClientGone."""
         entry = None
         if not self._tenant_limits.none:
             most = answer.prompt_tokens + sum(c.request.sampling.max_tokens for c in answer.choices)
@@ -243,11 +252,11 @@ class Generation:
                         parts.append(KEEP_ALIVE)
                     answer.check()
         except ApiError as e:
-            await exchange.write(b"".join([*parts, error_frame(e)]), more=False)
+            await exchange.write(b"".join([*parts, form.error(e)]), more=False)
             return
         if with_usage:
             parts.append(form.usage(answer))
-        parts.append(DONE)
+        parts.append(form.end)
         await exchange.write(b"".join(parts), more=False)
 
 

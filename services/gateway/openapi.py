@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway import params, shapes, wire
+from services.gateway import params, responses, shapes, wire
 from services.gateway.feedback import FeedbackRequest
 from services.gateway.front import ADMIN, OPEN
 from services.gateway.job_request import JobRequest
@@ -40,6 +40,9 @@ ROUTES: dict[tuple[str, str], Route] = {
     ),
     ("post", "/v1/completions"): Route(
         "Continue a text", shapes.Completion, wire.CompletionRequest, also=EVENTS
+    ),
+    ("post", "/v1/responses"): Route(
+        "Answer one input", shapes.Response, responses.ResponseRequest, also=EVENTS
     ),
     ("get", "/v1/models"): Route("Base models and adapters", shapes.ModelList),
     ("get", "/v1/models/{name}"): Route("One model", shapes.Model),
@@ -97,6 +100,31 @@ MESSAGE = {
     },
     "required": ["role", "content"],
 }
+_INPUT_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": list(responses.PARTS)}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+INPUT = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "message"},
+                    "role": {"enum": ["assistant", "developer", "system", "user"]},
+                    "content": {
+                        "anyOf": [{"type": "string"}, {"type": "array", "items": _INPUT_PART}]
+                    },
+                },
+                "required": ["role", "content"],
+            },
+        },
+    ]
+}
 HEALTH = frozenset({"/health", "/health/ready"})
 
 
@@ -108,6 +136,7 @@ def description(version: str) -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components([*types, shapes.Error], ref_template=REFERENCE)
     _narrow(schemas["ChatRequest"], wire.REFUSED_CHAT)
     _narrow(schemas["CompletionRequest"], wire.REFUSED_COMPLETION)
+    _narrow(schemas["ResponseRequest"], responses.REFUSED)
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), route in ROUTES.items():
         paths.setdefault(path, {})[method] = _operation(method, path, route)
@@ -128,25 +157,32 @@ def description(version: str) -> dict[str, Any]:
 
 
 def _narrow(schema: dict[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
-    """Ranges, and of a refused parameter only the values that leave an answer as it is."""
+    """Ranges, and of a refused parameter only the values that leave an answer as it is.
+
+    A range holds where the body has the parameter.
+    """
     properties = schema["properties"]
     for name, neutral in refused.items():
         usual = properties[name].get("default")
         values = [None, *neutral] if usual is None else [*neutral]
         properties[name] = {"enum": values, "description": "not supported: changes nothing"}
-    for name, least, most in params.RANGES:
-        _bound(properties[name], minimum=least, maximum=most)
-    _bound(properties["top_p"], exclusiveMinimum=0, maximum=1)
-    _bound(properties["top_k"], minimum=-1)
-    _bound(properties["repetition_penalty"], exclusiveMinimum=0, maximum=10)
-    _bound(properties["n"], minimum=1)
-    _bound(properties["seed"], minimum=-params.SEEDS, maximum=params.SEEDS - 1)
-    _bound(properties["max_tokens"], minimum=1)
-    if "prompt" in properties:
+    ranges: dict[str, dict[str, float]] = {
+        **{name: {"minimum": least, "maximum": most} for name, least, most in params.RANGES},
+        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+        "top_k": {"minimum": -1},
+        "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 10},
+        "n": {"minimum": 1},
+        "seed": {"minimum": -params.SEEDS, "maximum": params.SEEDS - 1},
+        **{n: {"minimum": 1} for n in ("max_tokens", "max_completion_tokens", "max_output_tokens")},
+    }
+    for name in ranges.keys() & properties.keys():
+        _bound(properties[name], **ranges[name])
+    if "prompt" in properties and "prompt" not in refused:
         properties["prompt"] = PROMPT
     if "messages" in properties:
         properties["messages"] = {"type": "array", "minItems": 1, "items": MESSAGE}
-        _bound(properties["max_completion_tokens"], minimum=1)
+    if "input" in properties:
+        properties["input"] = INPUT
 
 
 def _bound(schema: dict[str, Any], **limits: float) -> None:

@@ -28,6 +28,7 @@ from services.gateway.lora import Adapters
 from services.gateway.metrics import Metrics
 from services.gateway.outbox import Outbox
 from services.gateway.reconcile import Reconciler
+from services.gateway.responses import Responses
 from services.gateway.settings import GatewaySettings
 from services.gateway.tracing import Handler, tracer
 from shared import names
@@ -100,6 +101,7 @@ class Gateway:
         routes: dict[str, Handler] = {
             "/v1/chat/completions": self.generation.chat,
             "/v1/completions": self.generation.completion,
+            "/v1/responses": Responses(self).create,
         }
         if self.tracer is not None:
             routes = {path: self.tracer.traced(h) for path, h in routes.items()}

@@ -95,6 +95,53 @@ class Completion(Shape, frozen=True):
     system_fingerprint: str | None
 
 
+class InputDetails(Shape, frozen=True):
+    cached_tokens: int
+
+
+class OutputDetails(Shape, frozen=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Shape, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class OutputText(Shape, frozen=True):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+
+
+class OutputMessage(Shape, frozen=True):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["completed", "incomplete"]
+    content: list[OutputText]
+
+
+class Response(Shape, frozen=True):
+    """With ``stream`` instead: server-sent events ``response.…``."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    model: str
+    output: list[OutputMessage]
+    store: Literal[False]
+    usage: ResponseUsage
+    system_fingerprint: str | None
+
+
 class Model(Shape, frozen=True):
     """A base model (``parent`` null) or an adapter, which also has version and quality."""
 

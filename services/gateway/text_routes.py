@@ -41,10 +41,6 @@ REFUSED = {
         "Embeddings are not offered: the models served here are trained to continue texts, and "
         "what they hold inside makes poor embeddings. Use a model made for it"
     ),
-    "/v1/responses": (
-        "The Responses API is not offered: nothing is kept between requests here. Send the "
-        "messages to /v1/chat/completions"
-    ),
 }
 
 _tokenize = msgspec.json.Decoder(TokenizeRequest)

@@ -173,14 +173,14 @@ _completion = msgspec.json.Decoder(CompletionRequest)
 def chat_request(body: bytes) -> ChatRequest:
     """Raises ApiError 400 naming the parameter at fault."""
     request = parse(_chat, body)
-    _refuse(request, _CHAT_FIELDS)
+    refuse(request, _CHAT_FIELDS)
     return request
 
 
 def completion_request(body: bytes) -> CompletionRequest:
     """Raises ApiError 400 naming the parameter at fault."""
     request = parse(_completion, body)
-    _refuse(request, _COMPLETION_FIELDS)
+    refuse(request, _COMPLETION_FIELDS)
     return request
 
 
@@ -215,7 +215,8 @@ def _explain(text: str) -> ApiError:
     return ApiError(400, f"{name}: {message}" if name else message, param=name, code="invalid_type")
 
 
-def _refuse(request: Parameters, fields: tuple[tuple[str, tuple[Any, ...], Any], ...]) -> None:
+def refuse(request: msgspec.Struct, fields: tuple[tuple[str, tuple[Any, ...], Any], ...]) -> None:
+    """``fields``: name, values that say nothing, default. Raises ApiError 400."""
     for name, neutral, default in fields:
         value = getattr(request, name)
         if value is not default and value is not None and value not in neutral:

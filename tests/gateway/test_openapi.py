@@ -57,8 +57,9 @@ async def test_schemathesis_is_clean(start, tmp_path):
         for schema in described["components"]["schemas"].values():
             if "model" in schema["properties"] and "messages" in schema["properties"]:
                 schema["properties"]["model"] = {"const": MODEL}  # so that it is answered
-            if "prompt" in schema["properties"] and "model" in schema["properties"]:
-                schema["properties"]["model"] = {"const": MODEL}
+            for asked in ("prompt", "input"):
+                if asked in schema["properties"] and "model" in schema["properties"]:
+                    schema["properties"]["model"] = {"const": MODEL}
         file = tmp_path / "openapi.json"
         file.write_text(json.dumps(described))
         process = await asyncio.create_subprocess_exec(

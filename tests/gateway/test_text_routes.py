@@ -29,7 +29,6 @@ CASES_WHAT_CANNOT_BE_DONE_IS_REFUS = [
     ("/detokenize", {"model": MODEL, "tokens": [99999]}, 400),
     ("/detokenize", {"model": MODEL, "tokens": ["a"]}, 400),
     ("/v1/embeddings", {"model": MODEL, "input": "x"}, 404),
-    ("/v1/responses", {"model": MODEL, "input": "x"}, 404),
 ]
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from collm.redis_server import RedisServer
 from services.replica.shadow import ShadowReader
-from shared import blobs, names, rounds
+from shared import blobs, data_homes, names, rounds
 from shared.messages import BODY, QualitySample, TrainSample, decode
 from tests.training.process import LORA, TrainingProcess, until
 
@@ -163,6 +163,32 @@ def test_evaluation_ranks_versions(worker: TrainingProcess, parent: str) -> None
     done = worker.result(worker.call(rounds.EVALUATE, asked), rounds.EvaluateResult)
     assert done.ce[0] == pytest.approx(done.ce[1], rel=1e-5)
     assert done.ce[2] < done.ce[0]
+
+
+def test_what_the_owner_holds_out_judges_and_nothing_else_is_held_out(
+    worker: TrainingProcess, parent: str
+) -> None:
+    home = data_homes.folder(worker.data_dir, "r0", "judged")
+    source = data_homes.folder(worker.data_dir, "r0", "math")
+    raw = b"".join(f.read_bytes() for f in source.glob("*.jsonl"))
+    count = data_homes.store(worker.data_dir, "r0", "judged", "own", raw)
+    asked = rounds.EvaluateJob(
+        session="j", client="r0", adapter="judged", base="tiny", paths=(parent,), max_samples=1000
+    )
+    split = worker.result(worker.call(rounds.EVALUATE, asked), rounds.EvaluateResult)
+
+    talk = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "zz"}]}
+    judge = b"".join(msgspec.json.encode(talk) + b"\n" for _ in range(3))
+    data_homes.store(worker.data_dir, "r0", "judged", "judge", judge, heldout=True)
+    own = worker.result(worker.call(rounds.EVALUATE, asked), rounds.EvaluateResult)
+    assert own.tokens == 3 * 3  # two letters and an end
+    assert own.ce[0] != split.ce[0]
+    job = worker.round_job(parent, session="j", adapter="judged", steps=1, accumulation=1)
+    job = msgspec.structs.replace(job, micro_batches=(count,))
+    result = worker.result(worker.call(rounds.LOCAL_ROUND, job), rounds.RoundResult)
+    assert result.examples == count  # one step over all of it: none was split off
+    assert result.heldout_before == pytest.approx(own.ce[0], rel=1e-4)
+    assert home.exists()
 
 
 def test_an_idle_process_probes_the_version_it_serves_once(
