@@ -8,7 +8,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from shared import names
-from shared.messages import BODY, DecodeError, StepSample, decode
+from shared.messages import BODY, DecodeError, Finished, StepSample, decode
 from shared.records import ReplicaRecord
 
 PAGE = 500  # entries a read, newest first
@@ -94,21 +94,23 @@ async def _add_ends(redis: Redis, releases: list[dict[str, str]], request_id: st
     for release in releases:
         for key in release.get("requests", "").split():
             if key in ends:
-                at, what = ends[key]
-                after = at - float(release["released"])
-                release[f"ended:{key}"] = f"{after:.4f} s after its release: {what}"
+                at, end = ends[key]
+                released = float(release["released"])
+                for name, moment in (("started", end.started), ("first_token", end.first_token)):
+                    if moment:
+                        release[f"{name}:{key}"] = f"{moment - released:.4f} s after its release"
+                what = f"{end.output_tokens} tokens, {end.reason}"
+                release[f"ended:{key}"] = f"{at - released:.4f} s after its release: {what}"
 
 
-def _ends(body: bytes, request_id: str) -> dict[str, tuple[float, str]]:
-    """Key -> (Redis seconds, how) of the request's choices that ended in a step."""
+def _ends(body: bytes, request_id: str) -> dict[str, tuple[float, Finished]]:
+    """Key -> (Redis seconds, its end) of the request's choices that ended in a step."""
     try:
         sample = decode(body, StepSample)
     except DecodeError:
         return {}  # the dispatcher reports it
     return {
-        f"{f.id}/{f.attempt}": (sample.time, f"{f.output_tokens} tokens, {f.reason}")
-        for f in sample.finished
-        if _is(f.id, request_id)
+        f"{f.id}/{f.attempt}": (sample.time, f) for f in sample.finished if _is(f.id, request_id)
     }
 
 

@@ -12,8 +12,10 @@ class Job:
     __slots__ = (
         "admitted",
         "attempt",
+        "came",
         "finish_at",
         "first_token",
+        "held",
         "kv",
         "output",
         "received",
@@ -33,6 +35,8 @@ class Job:
         self.received = received  # when the gateway had it
         self.kv = request.prompt_tokens + request.max_tokens
         self.attempt = 1
+        self.came = 0.0  # what the clock of credit showed when it was queued
+        self.held = 0.0  # seconds it was kept back on purpose
         self.replica = ""
         self.reset()
 

@@ -16,9 +16,10 @@ ROWS = (
     "tokens",
     "good_tokens",
     "quality_tokens",
+    "above_one",  # answers of a quality above 1
     "shed",
-    "in_flight_seconds",
-    "queued_seconds",
+    "held",  # seconds in which requests were kept back on purpose
+    "seconds",  # that answers took
 )
 MAX_BUSY_ROWS = 256  # replicas beyond share rows
 
@@ -71,6 +72,8 @@ class Recorder:
 
     def __init__(self, replicas: Sequence[str], tags: Sequence[str] = ()) -> None:
         self.total = Tally()
+        self.held = self.seconds = 0.0  # sums over answers: kept back on purpose; end to end
+        self.above_one = 0  # answers of a quality above 1
         self.active_until = 0.0  # last arrival or answer in time
         self.tags = {tag: Tally() for tag in tags}
         self.series = Series(ROWS)
@@ -121,12 +124,20 @@ class Recorder:
                 tally.quality_tokens += tokens * quality
         self.served.add(self.row_of[job.replica], now, 1)
         self._bucket(now, tokens, good, quality)
+        self.series.add("seconds", now, e2e)
+        if job.held:
+            self.held += job.held
+            self.series.add("held", now, job.held)
+        self.seconds += e2e
         return good
 
     def _bucket(self, now: float, tokens: int, good: bool, quality: float) -> None:
         add = self.series.add
         add("completed", now, 1)
         add("tokens", now, tokens)
+        if quality > 1.0:
+            self.above_one += 1
+            add("above_one", now, 1)
         if good:
             add("good", now, 1)
             add("good_tokens", now, tokens)

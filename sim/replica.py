@@ -33,7 +33,7 @@ class Batching(msgspec.Struct, frozen=True, kw_only=True):
 class Span:
     """Iterations that run now: ``steps`` of ``seconds`` each, the first from ``start``."""
 
-    __slots__ = ("chunks", "decoding", "seconds", "start", "steps")
+    __slots__ = ("B", "chunks", "decoding", "seconds", "start", "steps")
 
     def __init__(
         self,
@@ -42,9 +42,10 @@ class Span:
         seconds: float,
         decoding: int,
         chunks: list[tuple[Job, int]],
+        B: int = 0,
     ) -> None:
         self.start, self.steps, self.seconds = start, steps, seconds
-        self.decoding, self.chunks = decoding, chunks
+        self.decoding, self.chunks, self.B = decoding, chunks, B
 
     @property
     def end(self) -> float:
@@ -181,7 +182,7 @@ class Replica:
             steps = 1 if extra or whole < 1 else min(steps, whole) if decoding else whole
         if self._cv:
             seconds *= self._noise(steps)
-        self.span = Span(now, steps, seconds, decoding, chunks)
+        self.span = Span(now, steps, seconds, decoding, chunks, B)
         return now + steps * seconds
 
     def _decode_seconds(self, decoding: int, B: int) -> float:

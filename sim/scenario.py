@@ -40,6 +40,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     federated: Federated | None = None  # None: nothing trains
     curve: str = "assumed"
     seed: int = 0
+    learn: bool = False  # the policy fits its latencies from steps, as before a coordinator has any
 
     def saved(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -79,6 +80,7 @@ def build(scenario: Scenario) -> World:
         b_limit=scenario.b_limit,
         seed=scenario.seed,
         adapters=work.adapters,
+        learn=scenario.learn,
     )
     curve = load_curve(scenario.curve)
     world.base_quality = 1.0 / max(curve.cross_entropy(0.0), MIN_CE)
@@ -106,6 +108,8 @@ def run(scenario: Scenario, watch: Callable[[World], None] | None = None) -> dic
         "utilisation": _mean_busy(world),
         "events": world.kernel.handled,
         "decisions": world.decisions,
+        "overhead": _overhead(world),
+        "above_one_share": world.recorder.above_one / max(1, total.completed),
         "cpu_seconds": time.process_time() - started,
     }
     if world.federation is not None:
@@ -113,6 +117,22 @@ def run(scenario: Scenario, watch: Callable[[World], None] | None = None) -> dic
     result["by_time"] = world.recorder.by_time()
     result["scenario"] = scenario.saved()
     return result
+
+
+def _overhead(world: World) -> dict[str, float]:
+    """Shares of the time that answers took: kept back on purpose (virtual time), decided on
+    (this machine's processor; divided by the answers' virtual seconds)."""
+    recorder = world.recorder
+    seconds = max(recorder.seconds, 1e-9)
+    rows = zip(recorder.series.values("held"), recorder.series.values("seconds"), strict=True)
+    shares = [held / taken for held, taken in rows if taken > 0]
+    return {
+        "hold_share": recorder.held / seconds,
+        "hold_share_worst": max(shares, default=0.0),
+        "hold_bucket_seconds": recorder.series.width,
+        "decision_share": world.decision_seconds / seconds,
+        "decision_ms": 1e3 * world.decision_seconds / max(1, world.decisions),
+    }
 
 
 def _mean_busy(world: World) -> float:

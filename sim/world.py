@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from services.dispatcher.credit import CreditClock
 from services.dispatcher.policies.base import (
     Completion,
     Policy,
@@ -15,6 +17,7 @@ from services.dispatcher.policies.base import (
     Release,
     ReplicaView,
     Shed,
+    StepSeen,
     Suspend,
 )
 from shared.profile import Profile
@@ -23,7 +26,7 @@ from sim.events import arrival, turn, wake
 from sim.job import Job
 from sim.kernel import Kernel
 from sim.recorder import Recorder
-from sim.replica import Batching, Replica
+from sim.replica import Batching, Replica, Span
 
 if TYPE_CHECKING:
     from sim.federation import Federation
@@ -55,8 +58,14 @@ class World:
         b_limit: int | None = None,
         seed: int = 0,
         adapters: Sequence[str] = (),
+        learn: bool = False,
     ) -> None:
         self.kernel = Kernel()
+        self._learn = learn  # the policy is told of steps, not of coefficients
+        self.observers: list[Callable[[StepSeen, float], None]] = []  # of what replicas report
+        if learn:
+            self.observers.append(policy.on_step)
+        self._credit = CreditClock()
         self.policy, self.delays = policy, delays
         self._adapters = dict.fromkeys(adapters, "1")  # every replica serves all of them
         names = [f"replica-{k}" for k in range(len(profiles))]
@@ -72,6 +81,7 @@ class World:
         self._room = max((min(p.context, p.kv_tokens) for p in profiles), default=0)
         self.armed: float | None = None
         self.decisions = 0
+        self.decision_seconds = 0.0  # of this machine's processor, not of virtual time
         self._last_decision = -1.0
         self._source = jobs
         for k, (name, profile) in enumerate(zip(names, profiles, strict=True)):
@@ -99,6 +109,7 @@ class World:
         self.jobs[job.request.id] = job
         if self.federation is not None:
             self.federation.arrived(job)
+        job.came = self._credit.seconds(self.kernel.now)
         self.policy.on_arrival(job.request, self.kernel.now)
         return True
 
@@ -107,6 +118,7 @@ class World:
         request_id = job.request.id
         del self.jobs[request_id]
         now = self.kernel.now
+        self._credit.loaded(replica.name, -1, now)
         quality = self.base_quality if self.federation is None else self.federation.rounds.quality
         self.recorder.finished(job, now, self.delays.reply, quality)
         if self.federation is not None:
@@ -119,6 +131,23 @@ class World:
             ),
             now,
         )
+
+    def stepped(self, replica: Replica, span: Span) -> None:
+        """A span has ended: the report that a replica would send of it."""
+        steps = span.steps
+        seen = StepSeen(
+            replica=replica.name,
+            seconds=steps * span.seconds,
+            steps=steps,
+            b=span.decoding + len(span.chunks),
+            B=span.B,
+            prefill_tokens=steps * sum(tokens for _, tokens in span.chunks),
+            decode_tokens=steps * span.decoding,
+            waiting=len(replica.waiting),
+            kv_used=replica.kv_used,
+        )
+        for observer in self.observers:
+            observer(seen, self.kernel.now)
 
     def _one_ended(self) -> None:
         self.ended = self.kernel.now
@@ -148,7 +177,10 @@ class World:
         """Carry out everything the policy wants now, then arm its next wake."""
         now = self._last_decision = self.kernel.now
         self.decisions += 1
-        for action in self.policy.decide(now):
+        began = time.thread_time()
+        actions = self.policy.decide(now)
+        self.decision_seconds += time.thread_time() - began
+        for action in actions:
             match action:
                 case Release():
                     self._release(action)
@@ -165,23 +197,26 @@ class World:
         if wanted is not None:
             self.arm(max(wanted, now + SHORTEST_WAKE))
 
-    def arm(self, time: float) -> None:
-        """Wake the policy at ``time`` unless it is woken earlier anyway."""
-        if self.armed is None or time < self.armed:
-            self.armed = time
-            self.kernel.push(time, wake.handle, time)
+    def arm(self, moment: float) -> None:
+        """Wake the policy at ``moment`` unless it is woken earlier anyway."""
+        if self.armed is None or moment < self.armed:
+            self.armed = moment
+            self.kernel.push(moment, wake.handle, moment)
 
     def _release(self, action: Release) -> None:
         replica = self.replicas[action.replica]
         jobs = [self.jobs[r] for r in action.requests]
+        clock = self._credit.seconds(self.kernel.now)
         for job in jobs:
             job.replica = replica.name
+            job.held += clock - job.came
+        self._credit.loaded(replica.name, len(jobs), self.kernel.now)
         end = replica.accept(jobs, self.kernel.now + self.delays.release)
         if end is not None:
             self.schedule_turn(replica, end)
 
-    def schedule_turn(self, replica: Replica, time: float) -> None:
-        self.kernel.push(time, turn.handle, (replica, replica.generation))
+    def schedule_turn(self, replica: Replica, moment: float) -> None:
+        self.kernel.push(moment, turn.handle, (replica, replica.generation))
 
     def _preempt(self, action: Preempt) -> None:
         """Unfinished requests are queued again; what was computed of them is lost."""
@@ -190,6 +225,8 @@ class World:
             job.reset()
             job.attempt += 1
             job.request = msgspec.structs.replace(job.request, attempt=job.attempt)
+            job.came = self._credit.seconds(self.kernel.now)
+            self._credit.loaded(replica.name, -1, self.kernel.now)
             self.policy.on_arrival(job.request, self.kernel.now)
         self.arm(self.kernel.now + SHORTEST_WAKE)
 
@@ -211,21 +248,20 @@ class World:
         """Tell the policy how a replica stands."""
         replica, state = self.replicas[name], self.states[name]
         profile, trainer = replica.profile, replica.trainer
-        self.policy.on_replica(
-            ReplicaView(
-                id=name,
-                dispatchable=state in DISPATCHABLE,
-                idle=state is State.IDLE,
-                training=state is State.COMBINED,
-                b_limit=replica.b_limit,
-                b_max=profile.b_max,
-                B=0 if trainer is None else trainer.effective,
-                B_wanted=0 if trainer is None else trainer.B,
-                kv_total=profile.kv_tokens,
-                context=profile.context,
-                adapters=self._adapters,
-                quality=self.quality[name],
-                latency=profile.coefficients,
-            ),
-            self.kernel.now,
+        view = ReplicaView(
+            id=name,
+            dispatchable=state in DISPATCHABLE,
+            idle=state is State.IDLE,
+            training=state is State.COMBINED,
+            b_limit=replica.b_limit,
+            b_max=profile.b_max,
+            B=0 if trainer is None else trainer.effective,
+            B_wanted=0 if trainer is None else trainer.B,
+            kv_total=profile.kv_tokens,
+            context=profile.context,
+            adapters=self._adapters,
+            quality=self.quality[name],
+            latency=None if self._learn else profile.coefficients,
         )
+        self._credit.see(view, self.kernel.now)
+        self.policy.on_replica(view, self.kernel.now)

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from services.dispatcher.redis_meter import RedisMeter
 
 _WAITS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_ADDED = (2.5e-4, 5e-4, 1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 7.5e-3, 1e-2, 2e-2, 5e-2, 0.1, 1.0)
 _DECISIONS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2)
 
 
@@ -51,6 +52,20 @@ class Counters:
             "Read to released",
             model,
             buckets=_WAITS,
+            registry=registry,
+        )
+        self.hold = Histogram(
+            "collm_dispatcher_hold_seconds",
+            "Held back on purpose: waited for the policy although a replica had a free place",
+            model,
+            buckets=_WAITS,
+            registry=registry,
+        )
+        self.added = Histogram(
+            "collm_dispatcher_added_seconds",
+            "Read to released less what it waited for the policy: the dispatcher's own latency",
+            model,
+            buckets=_ADDED,
             registry=registry,
         )
         self.decision = Histogram(

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from services.dispatcher.credit import CreditClock
 from services.dispatcher.demand_meter import DemandMeter
 from services.dispatcher.entries import Entry, id_of
 from services.dispatcher.policies.base import Completion, Policy, ReplicaView, Request
@@ -41,6 +42,8 @@ class Desk:
         self.model, self.policy = model, policy
         self._queue_max = queue_max
         self.demand = DemandMeter()
+        self._credit = CreditClock()
+        self._came: dict[str, tuple[float, float]] = {}  # waiting: when queued, on both clocks
         self.waiting: dict[str, Entry] = {}
         self.flying: dict[str, Flight] = {}
         self._keys: dict[str, set[str]] = {}  # request id -> keys of its attempts
@@ -74,8 +77,14 @@ class Desk:
 
     def _queue(self, entry: Entry, now: float) -> None:
         self.waiting[entry.key] = entry
+        self._came[entry.key] = (now, self._credit.seconds(now))
         self._keys.setdefault(entry.id, set()).add(entry.key)
         self.policy.on_arrival(entry.request, now)
+
+    def waits(self, key: str, now: float) -> tuple[float, float]:
+        """Seconds that a waiting request has waited for the policy; how many of them on purpose."""
+        came, clock = self._came[key]
+        return now - came, self._credit.seconds(now) - clock
 
     def _supersede(self, key: str, entry: Entry, now: float) -> None:
         """An older attempt is still here: its gateway has given it up."""
@@ -138,19 +147,29 @@ class Desk:
         for key in keys:
             entry = self.waiting.pop(key, None)
             if entry is not None:
-                self.flying[key] = Flight(entry, replica, now)
+                self._came.pop(key, None)
+                self._fly(key, Flight(entry, replica, now), now)
                 self.demand.released(entry.request, now)
                 entries.append(entry)
         return entries
 
+    def _fly(self, key: str, flight: Flight, now: float) -> None:
+        self.flying[key] = flight
+        self._credit.loaded(flight.replica, 1, now)
+
+    def _land(self, key: str, now: float) -> Flight | None:
+        flight = self.flying.pop(key, None)
+        if flight is not None:
+            self._credit.loaded(flight.replica, -1, now)
+        return flight
+
     def put_back(self, entries: Iterable[Entry], replica: str, now: float) -> None:
         """A release was refused: the requests are queued again."""
         for entry in entries:
-            if self.flying.pop(entry.key, None) is None:
+            if self._land(entry.key, now) is None:
                 continue
             self.policy.on_completion(_ended(entry.key, replica, "failed"), now)
-            self.waiting[entry.key] = entry
-            self.policy.on_arrival(entry.request, now)
+            self._queue(entry, now)
 
     def vanished(self, entries: Iterable[Entry], replica: str, now: float) -> None:
         """Entries that Redis no longer holds: their gateway will send them again."""
@@ -162,7 +181,7 @@ class Desk:
         flight = self.flying.get(completion.id)
         if flight is None or flight.replica != completion.replica:
             return None
-        del self.flying[completion.id]
+        self._land(completion.id, now)
         self._forget(completion.id)
         self.demand.answered(flight.entry.request, completion.output_tokens)
         self.policy.on_completion(completion, now)
@@ -243,6 +262,7 @@ class Desk:
 
     def _forget(self, key: str) -> None:
         self.waiting.pop(key, None)
+        self._came.pop(key, None)
         request_id = id_of(key)
         keys = self._keys.get(request_id)
         if keys is not None:
@@ -256,6 +276,7 @@ class Desk:
         """A replica is new or changed."""
         before = self.replicas.get(view.id)
         self.replicas[view.id] = view
+        self._credit.see(view, now)
         self.policy.on_replica(view, now)
         if before is None or (before.context, before.kv_total) != (view.context, view.kv_total):
             self._refuse_misfits(now)
@@ -277,12 +298,13 @@ class Desk:
             self._forget(key)
             if key in self._recalls:  # its gateway is told by the one who buries the replica
                 self._recall_ended(key, Outcome.DROP, now)
+        self._credit.gone(replica, now)
 
     def restore(self, replica: str, entries: list[Entry], released: float, now: float) -> None:
         """After a restart: these lie in the replica's stream already."""
         fresh = [e for e in entries if e.key not in self.flying]
         for entry in fresh:
-            self.flying[entry.key] = Flight(entry, replica, released)
+            self._fly(entry.key, Flight(entry, replica, released), now)
             self._keys.setdefault(entry.id, set()).add(entry.key)
         self.policy.restore(replica, [e.request for e in fresh], now)
 

@@ -45,6 +45,7 @@ class Sending(msgspec.Struct, frozen=True):
     batch_id: str
     numbers: bytes
     released: float
+    waits: list[tuple[float, float]]  # seconds each waited for the policy, and of those on purpose
 
 
 class Outbox:
@@ -63,6 +64,7 @@ class Outbox:
 
     def release(self, desk: Desk, action: Release, incarnation: str, now: float) -> None:
         """Take the requests from the desk and pack them."""
+        waits = [desk.waits(key, now) for key in action.requests if key in desk.waiting]
         entries = desk.take(action.requests, action.replica, now)
         if not entries:
             return
@@ -84,6 +86,7 @@ class Outbox:
                 batch_id,
                 orjson.dumps(dict(action.why), option=orjson.OPT_SERIALIZE_NUMPY),
                 now,
+                waits,
             )
         )
 
@@ -187,7 +190,10 @@ class Outbox:
         """Some entries are gone from Redis (it lost data): send the others."""
         log.warning("%d released requests were no longer in Redis", len(missing))
         s.desk.vanished([e for e in s.entries if e.stream_id in missing], s.replica, self._clock())
-        rest = [e for e in s.entries if e.stream_id not in missing]
+        kept = [
+            (e, w) for e, w in zip(s.entries, s.waits, strict=True) if e.stream_id not in missing
+        ]
+        rest = [e for e, _ in kept]
         if not rest:
             return
         batch = Batch(
@@ -196,7 +202,8 @@ class Outbox:
             queued=tuple(e.queued for e in rest),
             requests=tuple(e.body for e in rest),
         )
-        again = msgspec.structs.replace(s, entries=rest, batch=encode(batch))
+        waits = [w for _, w in kept]
+        again = msgspec.structs.replace(s, entries=rest, batch=encode(batch), waits=waits)
         (result,) = await run(self._redis, [self._call(again, strict=False)])
         await self._released(again, result)
 
@@ -204,9 +211,12 @@ class Outbox:
         model, counters = s.desk.model, self._counters
         counters.released.labels(model).inc(len(s.entries))
         counters.batches.labels(model).inc()
-        wait = counters.wait.labels(model)
-        for entry in s.entries:
+        wait, hold = counters.wait.labels(model), counters.hold.labels(model)
+        added, done = counters.added.labels(model), self._clock()
+        for entry, (waited, held) in zip(s.entries, s.waits, strict=True):
             wait.observe(max(0.0, s.released - entry.queued))
+            hold.observe(held)
+            added.observe(max(0.0, done - entry.queued - waited))
 
     async def _commands(self, desks: list[Desk]) -> None:
         cancels = [c for desk in desks for c in _drain(desk.cancels)]

@@ -19,6 +19,8 @@ def handle(world: World, argument: tuple[Replica, int]) -> None:
     if span is not None:
         world.recorder.busy.spread(replica.row, span.start, now)
     finished = replica.complete(now)
+    if span is not None and world.observers:
+        world.stepped(replica, span)
     end = replica.plan(now)
     if end is not None:
         world.schedule_turn(replica, end)

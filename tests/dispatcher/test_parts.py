@@ -13,7 +13,7 @@ from services.dispatcher.policies.parts.lengths import KNOWN, Lengths
 from services.dispatcher.policies.parts.plan import keep_feasible
 from services.dispatcher.policies.parts.rates import FLOOR, ArrivalRate
 from services.dispatcher.policies.parts.share import TokenShares
-from services.dispatcher.policies.parts.waiting import Waiting
+from services.dispatcher.policies.parts.waiting import MAIN, Waiting
 from shared.latency import LatencyModel
 
 TRUE = LatencyModel(alpha0=0.004, alpha1=3e-5, alpha2=2e-4, pi0=0.001, pi1=1.1e-4)
@@ -96,15 +96,15 @@ def test_a_lane_foresees_what_a_release_costs_itself_and_the_others() -> None:
     first = Waiting(_request("a", deadline=1.0), 100.0, 0.1, 0.5, 0.0)
     end = lane.release(first, 0.0)
     assert end == pytest.approx(TRUE.t_prefill(500) + 100 * TRUE.t_infer(1), rel=1e-6)
-    assert lane.slack() == pytest.approx(1.0 - end)
+    assert lane.slack == pytest.approx(1.0 - end)
     second = Waiting(_request("b"), 10.0, 0.1, 9.0, 0.0)
     _, _, delay = lane.predict(second, 0.0)
     assert delay >= TRUE.t_prefill(500)
     lane.release(second, 0.0)
-    assert lane.slack() == pytest.approx(1.0 - end - delay)
+    assert lane.slack == pytest.approx(1.0 - end - delay)
     lane.leave("a", end + delay, learn=True)
     lane.leave("b", end + delay, learn=True)
-    assert lane.slack() == float("inf")
+    assert lane.slack == float("inf")
     assert lane.kv == 0
 
 
@@ -112,6 +112,7 @@ def test_the_plan_gives_up_what_brings_fewest_tokens_a_second() -> None:
     entries = []
     for number, output in enumerate((100, 5, 100, 100)):
         w = Waiting(_request(f"q{number}"), output, 1.0, 2.0, 0.0)
+        w.place = MAIN
         entries.append((w.latest, 0.0, number, w))
     kept, dropped = keep_feasible(entries, 0.0, 0.0, 1)
     assert [w.request.id for w in dropped] == ["q1"], "three of four can start within two seconds"

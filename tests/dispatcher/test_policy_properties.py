@@ -102,6 +102,37 @@ def test_what_a_dead_replica_had_is_served_by_the_others(
 
 
 @quick
+@given(
+    work=requests(),
+    count=st.integers(1, 5),
+    serving=st.integers(0, 4),
+    others=st.sampled_from(["serving", "idle", "combined"]),
+)
+def test_split_serves_on_its_own_part_only_and_leaves_nothing_waiting(
+    work: list[Request], count: int, serving: int, others: str
+) -> None:
+    """The other replicas are left to train, whatever state they are in: the driver would refuse
+    a release to one that takes nothing, here also one to a replica that would take it."""
+    driver = Driver(create("split", serving=serving), 0.3)
+    part = min(count, serving or max(1, count - 1))
+    for number in range(count):
+        state = "serving" if number < part else others
+        view = ReplicaView(
+            id=f"r{number}", dispatchable=state != "idle", idle=state == "idle",
+            training=state == "combined", b_limit=3, latency=LATENCY,
+        )  # fmt: skip
+        driver.at(0.0, view)
+    for request in work:
+        driver.at(request.arrival, request)
+    driver.run()
+    assert not driver.waiting
+    assert sorted(key for _, r in driver.releases for key in r.requests) == sorted(
+        r.id for r in work
+    )
+    assert {r.replica for _, r in driver.releases} <= {f"r{number}" for number in range(part)}
+
+
+@quick
 @given(work=requests(slo=True), fleet=fleets())
 def test_collm_goes_by_slack_within_a_class_unless_it_records_a_reason(
     work: list[Request], fleet: list[ReplicaView]

@@ -70,6 +70,7 @@ def test_cancelled_requests_free_their_memory_and_are_reported_once(engine: Torc
     while engine.has_work():
         finished += engine.step_now().finished
     assert [(f.id, f.reason) for f in finished] == [("a", "cancelled"), ("b", "length")]
+    assert all(0 < f.started <= f.first_token for f in finished), "their moments are told"
     assert engine.status().kv_used == 0
 
 

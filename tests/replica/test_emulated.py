@@ -89,8 +89,10 @@ async def test_a_request_joins_while_others_run() -> None:
     await made.step()
     made.submit(generate("b", tokens=2))
     reports = await run_out(made)
-    finished = [f.id for r in reports for f in r.finished]
-    assert finished == ["b", "a"]
+    finished = [f for r in reports for f in r.finished]
+    assert [f.id for f in finished] == ["b", "a"]
+    assert all(0 < f.started <= f.first_token for f in finished), "their moments are told"
+    assert finished[1].started < finished[0].started, "a began before b came"
 
 
 async def test_a_static_batch_answers_at_its_end_and_lets_nobody_in() -> None:

@@ -278,9 +278,11 @@ class EmulatedEngine:
 
     @staticmethod
     def _finished(sequence: Sequence, reason: str) -> Finished:
-        request = sequence.request
+        request, stamps = sequence.request, sequence.stamps
         return Finished(
-            request.id, request.attempt, len(request.prompt), sequence.delivered, reason
+            *(request.id, request.attempt, len(request.prompt), sequence.delivered, reason),
+            started=stamps.get(Stamp.STARTED, 0.0),
+            first_token=stamps.get(Stamp.FIRST_TOKEN, 0.0),
         )
 
     # ------------------------------------------------------------ adapters

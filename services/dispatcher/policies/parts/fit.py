@@ -7,6 +7,8 @@ Normal equations with forgetting, pooled over replicas as a prior, slopes >= 0.
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,6 +31,8 @@ class StepFit:
     def __init__(self) -> None:
         self._own: dict[str, _Sums] = {}
         self._all = _Sums()
+        self._changed: dict[str, None] = {}  # replicas with reports since their last fit
+        self._pooled: tuple[float, LatencyModel] | None = None  # at this count of reports
 
     def learn(self, step: StepSeen) -> None:
         """Take in one report; reports of nothing are left out."""
@@ -52,9 +56,29 @@ class StepFit:
             own = self._own[step.replica] = _Sums()
         own.add(row, step.seconds)
         self._all.add(row, step.seconds)
+        self._changed[step.replica] = None
 
     def forget(self, replica: str) -> None:
         self._own.pop(replica, None)
+        self._changed.pop(replica, None)
+
+    def changed(self, most: int) -> list[str]:
+        """Replicas with new reports, those that wait longest first; each is named once."""
+        if self._all.count < NEEDED:
+            return []
+        taken = list(islice(self._changed, most))
+        for replica in taken:
+            del self._changed[replica]
+        return taken
+
+    def pooled(self) -> LatencyModel | None:
+        """Coefficients of a replica that has reported nothing yet: what all of them showed."""
+        count = self._all.count
+        if count < NEEDED:
+            return None
+        if self._pooled is None or count > 2 * self._pooled[0]:
+            self._pooled = (count, _solve(self._all.square, self._all.cross))
+        return self._pooled[1]
 
     def model(self, replica: str) -> LatencyModel | None:
         """Coefficients of one replica; None until there were enough reports anywhere."""

@@ -33,7 +33,10 @@ class Running:
 
 
 class Lane:
-    """One replica. ``delay`` is the sum of delays that releases have caused so far."""
+    """One replica. ``delay`` is the sum of delays that releases have caused so far.
+
+    ``slack``: delay that every request in flight can still take (those late already left out).
+    """
 
     __slots__ = (
         "B",
@@ -41,15 +44,19 @@ class Lane:
         "alpha1",
         "background",
         "bias",
+        "context",
         "delay",
         "flight",
+        "kind",
         "kv",
+        "kv_total",
         "latency",
         "pi0",
         "pi1",
         "prefill_end",
         "quality",
         "rank",
+        "slack",
         "slacks",
         "view",
     )
@@ -62,17 +69,22 @@ class Lane:
         self.quality = 1.0
         self.flight: dict[str, Running] = {}
         self.kv = 0
+        self.kv_total = self.context = INFINITY  # tokens; of its memory, of one request
+        self.slack = INFINITY
         self.prefill_end = 0.0
         self.delay = 0.0
         self.slacks: list[tuple[float, str]] = []  # heap: delay at which a member is late
         self.background = 0  # hopeless requests in flight
         self.bias = 1.0  # actual over predicted time in the replica, smoothed
+        self.kind = 0  # replicas of one kind have the same coefficients, B and limit
         self.rank = 0  # position in the order of Q times rate; beyond the active set: large
 
     def tell(self, view: ReplicaView, latency: LatencyModel | None) -> None:
         """Changed record or coefficients."""
         self.view, self.latency, self.B = view, latency, view.B
         self.quality = max(view.quality, QUALITY_LEAST)
+        self.kv_total = view.kv_total or INFINITY
+        self.context = view.context or INFINITY
         if latency is not None:
             self.alpha0 = latency.alpha0 + latency.alpha2 * view.B
             self.alpha1 = latency.alpha1
@@ -92,21 +104,9 @@ class Lane:
             first += w.chunks * iteration
         return first, first + w.output * iteration, prefill + decode
 
-    def slack(self) -> float:
-        """Delay that every request in flight can still take; members late already are left out."""
-        heap, flight, delay = self.slacks, self.flight, self.delay
-        if not heap:
-            return INFINITY
-        while heap and (heap[0][1] not in flight or heap[0][0] < delay):
-            heapq.heappop(heap)
-        return heap[0][0] - delay if heap else INFINITY
-
     def room(self, need: int) -> bool:
         """Whether its KV memory and context carry a request of ``need`` tokens now."""
-        view = self.view
-        if view.kv_total and self.kv + need > view.kv_total:
-            return False
-        return not view.context or need <= view.context
+        return self.kv + need <= self.kv_total and need <= self.context
 
     # ------------------------------------------------------------ books
 
@@ -125,6 +125,7 @@ class Lane:
         if due < INFINITY and due >= end:
             kept = safety * (end - now)
             heapq.heappush(self.slacks, (self.delay + max(0.0, due - end - kept), key))
+        self._tighten()
         if w.late:
             self.background += 1
         return end
@@ -150,4 +151,11 @@ class Lane:
             self.prefill_end = min(self.prefill_end, now)
             self.slacks.clear()
             self.delay = 0.0
+        self._tighten()
         return running
+
+    def _tighten(self) -> None:
+        heap, flight, delay = self.slacks, self.flight, self.delay
+        while heap and (heap[0][1] not in flight or heap[0][0] < delay):
+            heapq.heappop(heap)
+        self.slack = heap[0][0] - delay if heap else INFINITY

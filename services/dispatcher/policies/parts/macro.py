@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from services.dispatcher.policies.base import Action, Promote, StepSeen, Suspend
 from services.dispatcher.policies.parts.lane import INFINITY, Lane
 from services.dispatcher.policies.parts.rates import ArrivalRate
-from services.dispatcher.policies.parts.waiting import MAIN, Item, Waiting
+from services.dispatcher.policies.parts.waiting import Waiting
 from shared.latency import LatencyModel
 
 if TYPE_CHECKING:
@@ -24,13 +24,18 @@ CYCLE_SECONDS = 1.0
 PROMOTE_SECONDS = 0.2  # between two promotions
 SMOOTHING = 0.05
 RESUME_BELOW = 0.7  # of capacity: training may go on again
+REFITS_MAX = 64  # replicas whose coefficients are fitted anew in one cycle
 
 
 class Macro:
-    """State of the macro cycle. ``active``: how many of ``order`` receive requests."""
+    """State of the macro cycle. ``active``: how many of ``order`` receive requests.
 
-    def __init__(self, headroom: float) -> None:
-        self._headroom = headroom
+    Between two cycles nothing here looks at all replicas: what a decision needs of them is kept
+    up to date by ``told``, ``gone``, ``engaged`` and ``freed``.
+    """
+
+    def __init__(self, headroom: float, *, consolidate: bool = True) -> None:
+        self._headroom, self._consolidate = headroom, consolidate
         self.rate = ArrivalRate()
         self.typical: LatencyModel | None = None  # of a replica that does not train
         self.least_delay = 0.0  # seconds that any request at least takes from the others
@@ -45,7 +50,13 @@ class Macro:
         self._b = 1.0
         self._promoted = -INFINITY
         self._suspended: tuple[str, ...] = ()
-        self._rates: dict[tuple[LatencyModel, int, int], float] = {}  # within one cycle
+        self._capacity = 0.0  # requests a second that all of ``order`` carry
+        self.idle: dict[Lane, None] = {}  # may be promoted
+        self.background: set[Lane] = set()  # with hopeless requests in flight
+        self._engaged: dict[Lane, None] = {}  # perhaps with prompts that are not through
+        self._kinds: dict[tuple[LatencyModel | None, int, int], int] = {}  # replicas run alike
+        self._models_changed = False
+        self._dispatchable: dict[Lane, None] = {}
         self._free: dict[Lane, None] = {}  # with credit, as far as is known
         self._full: list[Lane] = []
         self._short = False  # requests were in need of a replica since the last cycle
@@ -86,54 +97,76 @@ class Macro:
             self._refit(policy)
         self.replicas_changed = False
         self._choose_typical(policy)
-        lanes = [lane for lane in policy.lanes.values() if lane.view.dispatchable]
-        self._rates.clear()
-        rates = {lane.view.id: self._rate(lane) for lane in lanes}
-        lanes.sort(key=lambda x: (-x.quality * rates[x.view.id], x.view.id))
-        self.order = lanes
-        self._free = dict.fromkeys(lanes)
-        self.room = sum(lane.view.b_limit for lane in lanes)
         need = (1 + self._headroom) * self.rate.expected
-        total, self.active = 0.0, 0
+        self._rank(need)
+        return self._training(self.order, self._capacity, need)
+
+    def _rank(self, need: float) -> None:
+        """Order of the replicas, and how many of them carry ``need`` requests a second."""
+        rates = {number: self._rate_of(*kind) for kind, number in self._kinds.items()}
+        keys = [(-x.quality * rates[x.kind], x.view.id, x) for x in self._dispatchable]
+        keys.sort()  # hardly any work: the last cycle's order is nearly this one's
+        self.order = lanes = [lane for _, _, lane in keys]
+        self._dispatchable = dict.fromkeys(lanes)
+        self._free = dict.fromkeys(lanes)
+        total, self.active, self.room = 0.0, 0, 0
         for rank, lane in enumerate(lanes):
             lane.rank = rank
-            if total < need or not rank or lane.latency is None:
+            self.room += lane.view.b_limit
+            if total < need or not (rank and self._consolidate) or lane.latency is None:
                 self.active = rank + 1
-                total += rates[lane.view.id]
-        return self._training(lanes, sum(rates.values()), need)
+                total += rates[lane.kind]
+        self._capacity = sum(rates[lane.kind] for lane in lanes)
+
+    def told(self, lane: Lane) -> None:
+        """A replica is new, or its record or coefficients have changed."""
+        self.replicas_changed = self._models_changed = True
+        kind = (lane.latency, lane.B, lane.view.b_limit)
+        lane.kind = self._kinds.setdefault(kind, len(self._kinds))
+        _keep(self._dispatchable, lane, lane.view.dispatchable)
+        _keep(self.idle, lane, lane.view.idle)
+
+    def gone(self, lane: Lane) -> None:
+        """A replica died or stopped."""
+        self.replicas_changed = self._models_changed = True
+        for books in (self._dispatchable, self.idle, self._engaged, self._free):
+            books.pop(lane, None)
+        self.background.discard(lane)
 
     def _refit(self, policy: Collm) -> None:
+        """Coefficients of replicas for which the coordinator has none yet."""
+        if len(self._kinds) > 2 * len(policy.lanes) + REFITS_MAX:
+            self._kinds.clear()
+            for lane in policy.lanes.values():
+                self.told(lane)
+        for replica in policy.fit.changed(REFITS_MAX):
+            known = policy.lanes.get(replica)
+            if known is not None and known.view.latency is None:
+                known.tell(known.view, policy.fit.model(replica))
+                self.told(known)
+        pooled = policy.fit.pooled()
+        if pooled is None:
+            return
         for lane in policy.lanes.values():
-            if lane.view.latency is None:
-                lane.tell(lane.view, policy.fit.model(lane.view.id))
+            if lane.latency is None:
+                lane.tell(lane.view, pooled)
+                self.told(lane)
 
     def _choose_typical(self, policy: Collm) -> None:
-        models = [lane.latency for lane in policy.lanes.values() if lane.latency is not None]
-        if not models:
-            return
-        n = len(models)
-        self.typical = LatencyModel(
-            alpha0=sum(m.alpha0 for m in models) / n,
-            alpha1=sum(m.alpha1 for m in models) / n,
-            pi0=sum(m.pi0 for m in models) / n,
-            pi1=sum(m.pi1 for m in models) / n,
-        )
-        self.least_delay = self.typical.pi0 * 0.5
-        concurrency = max(1.0, self._b)
-        self.token_seconds = self.typical.alpha1 + self.typical.alpha0 / concurrency
+        if self._models_changed:
+            self._models_changed = False
+            models = [lane.latency for lane in policy.lanes.values() if lane.latency is not None]
+            if models:
+                self.typical = _mean(models)
+                self.least_delay = self.typical.pi0 * 0.5
+        if self.typical is not None:
+            concurrency = max(1.0, self._b)
+            self.token_seconds = self.typical.alpha1 + self.typical.alpha0 / concurrency
 
-    def _rate(self, lane: Lane) -> float:
-        """Requests a second at b*; 1 while nothing is known of the replica."""
-        model = lane.latency
+    def _rate_of(self, model: LatencyModel | None, B: int, b_limit: int) -> float:
+        """Requests a second of a replica at b*; 1 while nothing is known of it."""
         if model is None:
             return 1.0
-        key = (model, lane.B, lane.view.b_limit)
-        rate = self._rates.get(key)
-        if rate is None:
-            rate = self._rates[key] = self._rate_of(*key)
-        return rate
-
-    def _rate_of(self, model: LatencyModel, B: int, b_limit: int) -> float:
         budget = self._budget
         b = model.b_star(budget, B, self._prompt, self._output, b_max=b_limit, slo=budget)
         return min(1e6, model.rate(max(1, b), B, self._prompt, self._output))
@@ -154,15 +187,14 @@ class Macro:
         """An Idle replica back to Serving: none serves, or those that do are not enough."""
         if now - self._promoted < PROMOTE_SECONDS:
             return []
-        idle = [lane for lane in policy.lanes.values() if lane.view.idle]
-        if not idle:
+        if not self.idle:
             return []
-        capacity = sum(self._rate(lane) for lane in self.order)
+        capacity = self._capacity
         need = (1 + self._headroom) * self.rate.expected
         if self.order and capacity >= need and not self._short:
             return []
         self._promoted = now
-        best = max(idle, key=lambda lane: (lane.view.quality, lane.view.id))
+        best = max(self.idle, key=lambda lane: (lane.view.quality, lane.view.id))
         why: dict[str, float | str] = {
             "expected_rate": round(self.rate.expected, 3),
             "capacity": round(capacity, 3),
@@ -196,21 +228,51 @@ class Macro:
         chosen.sort(key=_rank)
         return chosen
 
+    def engaged(self, lane: Lane) -> None:
+        """A request was released to a replica."""
+        self._engaged[lane] = None
+        if lane.background:
+            self.background.add(lane)
+
     def freed(self, lane: Lane) -> None:
         """A replica has credit again."""
         if lane.view.dispatchable:
             self._free[lane] = None
+        if not lane.background:
+            self.background.discard(lane)
+
+    def promised(self, now: float) -> float:
+        """Replica seconds of prompts that are released and not through yet."""
+        through = [lane for lane in self._engaged if lane.prefill_end <= now]
+        for lane in through:
+            del self._engaged[lane]
+        return sum(x.prefill_end - now for x in self._engaged if x.view.dispatchable)
 
     def spare(self) -> int:
         """Replicas that the load with SLOs leaves over."""
         needed = self.rate.work * self.rate.margin * (1 + self._headroom)
         return max(0, int(len(self.order) - needed))
 
-    def backlog_seconds(self, main: list[Item], now: float) -> float:
-        """Time until the queue has drained at the present capacity."""
-        work = sum(item[3].cost for item in main if item[3].place == MAIN)
-        work += sum(max(0.0, lane.prefill_end - now) for lane in self.order)
-        return work / max(1, len(self.order))
+    def backlog_seconds(self, waiting: float, now: float) -> float:
+        """Time until ``waiting`` replica seconds of work are done at the present capacity."""
+        return (waiting + self.promised(now)) / max(1, len(self.order))
+
+
+def _keep(books: dict[Lane, None], lane: Lane, wanted: bool) -> None:
+    if wanted:
+        books[lane] = None
+    else:
+        books.pop(lane, None)
+
+
+def _mean(models: list[LatencyModel]) -> LatencyModel:
+    n = len(models)
+    return LatencyModel(
+        alpha0=sum(m.alpha0 for m in models) / n,
+        alpha1=sum(m.alpha1 for m in models) / n,
+        pi0=sum(m.pi0 for m in models) / n,
+        pi1=sum(m.pi1 for m in models) / n,
+    )
 
 
 def _rank(lane: Lane) -> int:

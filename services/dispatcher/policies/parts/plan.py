@@ -1,5 +1,8 @@
 """Which of the waiting requests can all make it, and which are the ones to give up first.
 
+The plan's outcome is a price, in tokens a replica second: 0 while all can make it, under overload
+the value of the best request that is given up.
+
 Moore and Hodgson's rule for one machine, weighted, with the active replicas taken as one machine
 that many times as fast: go through the requests in order of their latest start; whenever the work
 so far does not fit, give up the request with fewest tokens per second of replica time.
@@ -10,9 +13,45 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
+from services.dispatcher.policies.parts.lane import INFINITY
+from services.dispatcher.policies.parts.macro import Macro
+from services.dispatcher.policies.parts.queues import Queues
 from services.dispatcher.policies.parts.waiting import DEFERRED, MAIN, Item, Waiting
 
 PLANNED_MAX = 256  # requests looked at: those with the least slack
+REPLAN_SECONDS = 0.01
+REPLAN_SHARE = 0.02  # of the slack of the requests planned: how long a plan holds
+REPLAN_MAX = 0.5
+
+
+class Plan:
+    """``changed``: something has arrived since the last plan."""
+
+    def __init__(self, queues: Queues, macro: Macro) -> None:
+        self._queues, self._macro = queues, macro
+        self.price = 0.0
+        self.changed = False
+        self._next = -INFINITY
+
+    def renew(self, now: float) -> None:
+        """Set the price and move requests between main and deferred accordingly."""
+        if not self.changed or now < self._next:
+            return
+        self.changed = False
+        expiry = self._queues.expiry
+        slack = max(0.0, expiry[0][0] - now) if expiry else 0.0
+        self._next = now + min(REPLAN_MAX, max(REPLAN_SECONDS, REPLAN_SHARE * slack))
+        if self._macro.typical is None:
+            return
+        replicas = len(self._macro.order)
+        kept, dropped = keep_feasible(expiry, now, self._macro.promised(now), replicas)
+        self.price = max((w.density for w in dropped), default=0.0)
+        for w in kept:
+            if w.place == DEFERRED:
+                self._queues.put(w, MAIN)
+        for w in dropped:
+            if w.place == MAIN:
+                self._queues.put(w, DEFERRED)
 
 
 def keep_feasible(

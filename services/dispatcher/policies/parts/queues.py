@@ -26,6 +26,7 @@ class Queues:
         self.expiry: list[Item] = []  # main and deferred with a limit to keep: (latest, 0)
         self._late: deque[Waiting] = deque()
         self.late_count = 0
+        self.main_cost = 0.0  # replica seconds that main takes
         self._order = 0
 
     def __len__(self) -> int:
@@ -40,11 +41,14 @@ class Queues:
 
     def put(self, w: Waiting, place: int) -> None:
         """Move to another place."""
+        if w.place == MAIN:
+            self.main_cost -= w.cost
         w.place = place
         if place == LATE:
             self._late.append(w)
             self.late_count += 1
         elif place == MAIN:
+            self.main_cost += w.cost
             self._push(self.main, -w.request.priority, w.latest, w)
             valued = self.valued.setdefault(w.request.tenant, [])
             self._push(valued, -w.request.priority, -w.density, w)
@@ -55,8 +59,12 @@ class Queues:
         """It no longer waits."""
         if w.place == LATE:
             self.late_count -= 1
+        elif w.place == MAIN:
+            self.main_cost -= w.cost
         w.place = GONE
         del self.waiting[w.request.id]
+        if not self.waiting:
+            self.main_cost = 0.0  # what rounding has left
 
     def expire(self, now: float) -> int:
         """Requests whose slack is used up are late from now on; returns how many."""

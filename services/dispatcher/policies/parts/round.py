@@ -6,33 +6,31 @@ from services.dispatcher.policies.base import Action, Release
 from services.dispatcher.policies.parts.lane import Lane
 from services.dispatcher.policies.parts.waiting import Waiting
 
+Member = tuple[Waiting, float, float, str]  # request, predicted end, slack left, its order
+
 
 class Round:
-    """``count`` requests have been released in this decision so far."""
+    """What has been released in this decision so far."""
 
     def __init__(self, now: float) -> None:
         self.now = now
-        self.count = 0
-        self._batches: dict[str, list[tuple[Waiting, float, float, str]]] = {}
+        self._batches: dict[Lane, list[Member]] = {}
 
     def add(self, lane: Lane, w: Waiting, end: float, slack: float, why: str) -> None:
         """``end``: predicted; ``slack``: seconds it had left; ``why``: the order it came by."""
-        self.count += 1
-        self._batches.setdefault(lane.view.id, []).append((w, end, slack, why))
+        self._batches.setdefault(lane, []).append((w, end, slack, why))
 
-    def releases(self, lanes: dict[str, Lane]) -> list[Action]:
+    def releases(self) -> list[Action]:
         return [
             Release(
-                replica=replica,
+                replica=lane.view.id,
                 requests=tuple(w.request.id for w, _, _, _ in members),
-                why=self._numbers(lanes[replica], members),
+                why=self._numbers(lane, members),
             )
-            for replica, members in self._batches.items()
+            for lane, members in self._batches.items()
         ]
 
-    def _numbers(
-        self, lane: Lane, members: list[tuple[Waiting, float, float, str]]
-    ) -> dict[str, float | str]:
+    def _numbers(self, lane: Lane, members: list[Member]) -> dict[str, float | str]:
         numbers: dict[str, float | str] = {
             "in_flight": len(lane.flight),
             "b_limit": lane.view.b_limit,

@@ -41,7 +41,7 @@ class Waiting:
         self.density = output / cost if cost > 0 else math.inf
         self.latest = latest
         self.kv = request.prompt_tokens + request.max_tokens
-        self.place = MAIN
+        self.place = GONE  # until it is queued
         self.late = False  # released although it cannot make it
         self.arrived = now
         self.prompt = request.prompt_tokens

@@ -10,6 +10,7 @@ from services.replica.engines.torch.kv import PAGE
 from services.replica.engines.torch.lora import Adapter
 from services.replica.engines.torch.sampling import Row
 from services.replica.engines.torch.scheduler import Sequence
+from shared.lifetime import Stamp
 from shared.messages import Finished, Generate
 from shared.records import ModelCard
 
@@ -52,8 +53,12 @@ class Running:
         return "length" if self.made >= self.request.sampling.max_tokens else None
 
     def finished(self, reason: str) -> Finished:
-        request = self.request
-        return Finished(request.id, request.attempt, len(request.prompt), self.made, reason)
+        request, stamps = self.request, self.stamps
+        return Finished(
+            *(request.id, request.attempt, len(request.prompt), self.made, reason),
+            started=stamps.get(Stamp.STARTED, 0.0),
+            first_token=stamps.get(Stamp.FIRST_TOKEN, 0.0),
+        )
 
 
 def check(request: Generate, card: ModelCard, kv_tokens: int) -> None:

@@ -1,0 +1,213 @@
+"""Which waiting request goes to which replica now: the micro cycle's releases.
+
+A request goes where it makes its own limits and breaks those of nobody in flight, at the least
+expense: its time there and the delay it brings to the others, over the replica's quality. A
+replica takes part as soon as it can begin with another prompt within ``lead`` seconds; what is
+kept waiting until then is held on purpose, so that the choice stays open.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from services.dispatcher.policies.base import Action
+from services.dispatcher.policies.parts.lane import INFINITY, Lane
+from services.dispatcher.policies.parts.macro import Macro
+from services.dispatcher.policies.parts.queues import Queues
+from services.dispatcher.policies.parts.round import Round
+from services.dispatcher.policies.parts.share import TokenShares
+from services.dispatcher.policies.parts.waiting import DEFERRED, MAIN, Item, Waiting
+
+LANES_TRIED = 16  # open replicas considered in one decision
+LOOKS_MAX = 384  # replicas looked at in one decision; then readers get their turn
+LOOK_AHEAD = 8  # requests tried beyond the first that fits nowhere now
+OUTSIDE_SHARE = 0.1  # of its time left that a request must save to leave the active set
+OUTSIDE = 10.0  # the same for one without a deadline, seconds
+LATE_AGE = 30.0  # a hopeless request this old gets a replica even under load
+LATE_PER_LANE = 2  # hopeless requests together on one replica
+
+
+class Placement:
+    """``where``: request -> its replica. ``wake``: when a replica can begin with another one."""
+
+    def __init__(
+        self,
+        macro: Macro,
+        queues: Queues,
+        shares: TokenShares,
+        *,
+        epsilon: float,
+        safety: float,
+        lead: float,
+    ) -> None:
+        self._macro, self._queues, self._shares = macro, queues, shares
+        self._epsilon, self._safety, self._lead = epsilon, safety, lead
+        self.where: dict[str, Lane] = {}
+        self.wake = INFINITY
+        self._overload = False
+        self._lanes: list[Lane] = []
+        self._round = Round(0.0)
+        self._looks = 0
+
+    # ------------------------------------------------------------ one decision
+
+    def open(self, now: float) -> bool:
+        """Gather the replicas that can begin with another request soon; is there any?
+
+        Of many replicas only some are looked at, others the next time (power of d choices).
+        """
+        soon, wake = now + self._lead, INFINITY
+        closed = self._epsilon + self._macro.least_delay
+        self._lanes = lanes = []
+        for lane in self._macro.candidates(LANES_TRIED):
+            if len(lane.flight) >= lane.view.b_limit:
+                continue
+            if lane.prefill_end > soon:
+                if lane.prefill_end < wake:
+                    wake = lane.prefill_end
+            elif lane.slack > closed:
+                lanes.append(lane)
+                if len(lanes) >= LANES_TRIED:
+                    break
+        self.wake = wake - self._lead
+        return bool(lanes)
+
+    def serve(self, now: float, price: float, *, late: bool) -> list[Action]:
+        """Release from all queues, ``late``: the hopeless ones, too.
+
+        Under overload (``price`` above 0, or several tenants that want more than there is) by
+        value, else by slack.
+        """
+        self._round, self._overload, self._looks = Round(now), price > 0, 0
+        queues = self._queues
+        if self._overload or self._contended():
+            self._serve_valued()
+        else:
+            self._serve(queues.main, MAIN, "slack")
+        self._serve(queues.deferred, DEFERRED, "left over, tokens per second")
+        if late and queues.late_count:
+            self._serve_late()
+        if self._looks >= LOOKS_MAX:
+            self.wake = now
+        return self._round.releases()
+
+    def _contended(self) -> bool:
+        """Several tenants have more waiting than the replicas take at once."""
+        return self._shares.several and len(self._queues) > self._macro.room
+
+    def _serve_valued(self) -> None:
+        """By value; between tenants by the tokens they have had."""
+        queues, now = self._queues, self._round.now
+        while queues.overdue(now):
+            if not self._serve(queues.main, MAIN, "waited long", most=1):
+                break
+        tenants = {t: heap for t, heap in queues.valued.items() if heap}
+        why = "tokens per second, overload"
+        if len(tenants) == 1:
+            self._serve(next(iter(tenants.values())), MAIN, why)
+            return
+        line = [(self._shares.counter(tenant), tenant) for tenant in tenants]
+        heapq.heapify(line)
+        while line:
+            _, tenant = heapq.heappop(line)
+            if self._serve(tenants[tenant], MAIN, f"least served tenant, {why}", most=1):
+                heapq.heappush(line, (self._shares.counter(tenant), tenant))
+
+    def _serve(self, queue: list[Item], place: int, order: str, most: int = LOOKS_MAX) -> int:
+        """Release from the head of a queue while somebody fits somewhere; returns how many."""
+        passed: list[Item] = []
+        count = 0
+        while queue and self._lanes and len(passed) <= LOOK_AHEAD and count < most:
+            if self._looks >= LOOKS_MAX:
+                break
+            item = heapq.heappop(queue)
+            w = item[3]
+            if w.place != place:
+                continue
+            lane = self._choose(w)
+            if lane is None:
+                passed.append(item)
+                continue
+            why = order if not passed else f"{order}, {len(passed)} before it fit nowhere now"
+            self._release(w, lane, why)
+            count += 1
+        for item in passed:
+            heapq.heappush(queue, item)
+        return count
+
+    def _choose(self, w: Waiting) -> Lane | None:
+        """The replica where it and everybody there keep their limits, at the least expense."""
+        best, least, now = None, INFINITY, self._round.now
+        epsilon, safety, active = self._epsilon, self._safety, self._macro.active
+        overload, lanes = self._overload, self._lanes
+        bound, adapter, need, plain, due = w.bound, w.request.adapter, w.kv, w.plain, w.due
+        self._looks += len(lanes)
+        for lane in lanes:
+            if lane.kv + need > lane.kv_total or need > lane.context:
+                continue
+            first, end, delay = lane.predict(w, now)
+            flight = len(lane.flight)
+            if bound:
+                # An empty replica may try what is tight: nobody is hurt by it.
+                margin = epsilon + safety * (end - now) if flight or overload else 0.0
+                if end + margin > due if plain else not w.met(first, end, margin):
+                    continue
+            if flight and delay * (1 + safety) + epsilon > lane.slack:
+                continue
+            score = (end - now + delay * flight) / lane.quality
+            if lane.latency is None:
+                score = flight / lane.view.b_limit
+            if lane.rank >= active:  # only where it saves much, or nobody inside can do it
+                score += OUTSIDE_SHARE * (due - now) if bound and due < INFINITY else OUTSIDE
+            if adapter is not None and adapter not in lane.view.adapters:
+                score += 1.0
+            if score < least:
+                best, least = lane, score
+        return best
+
+    def _release(self, w: Waiting, lane: Lane, why: str) -> None:
+        now = self._round.now
+        slack = w.latest - now
+        end = lane.release(w, now, self._safety)
+        self._macro.engaged(lane)
+        self.where[w.request.id] = lane
+        self._queues.remove(w)
+        self._shares.leave(w.request.tenant)
+        self._shares.charge(w.request.tenant, w.request.prompt_tokens, w.output)
+        self._round.add(lane, w, end, slack, why)
+        if len(lane.flight) >= lane.view.b_limit:
+            self._lanes.remove(lane)
+        elif lane.prefill_end > now + self._lead:
+            self._lanes.remove(lane)
+            self.wake = min(self.wake, lane.prefill_end - self._lead)
+
+    # ------------------------------------------------------------ hopeless requests
+
+    def _serve_late(self) -> None:
+        """Hopeless requests, oldest first, on the replicas that the load can spare."""
+        queues, now = self._queues, self._round.now
+        oldest = queues.oldest_late()
+        spare = self._macro.spare()
+        if spare < 1 and oldest is not None and now - oldest.arrived > LATE_AGE:
+            spare = 1
+        while self._lanes and (w := queues.oldest_late()) is not None:
+            if self._looks >= LOOKS_MAX:
+                return
+            lane = self._late_lane(w, spare)
+            if lane is None:
+                return
+            w.late = True
+            self._release(w, lane, "hopeless, after all others")
+
+    def _late_lane(self, w: Waiting, spare: int) -> Lane | None:
+        best, least = None, INFINITY
+        used = self._macro.background
+        self._looks += len(self._lanes)
+        for lane in self._lanes:
+            if (lane not in used and len(used) >= spare) or lane.background >= LATE_PER_LANE:
+                continue
+            if not lane.room(w.kv) or lane.slack < lane.predict(w, 0.0)[2] + self._epsilon:
+                continue
+            if len(lane.flight) < least:
+                best, least = lane, len(lane.flight)
+        return best
