@@ -160,6 +160,11 @@ class History:
         self.rates.add(time, met=met - before[0], missed=missed - before[1], readings=1)
         self.changes += 1
 
+    def forget_gateway(self, address: str) -> None:
+        """It is not there any more, or goes by other addresses."""
+        self.gateways.pop(address, None)
+        self._counters.pop(address, None)
+
     def take_silence(self, address: str, why: str) -> None:
         """A gateway that gave no answer."""
         self.gateways[address] = why

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -36,6 +39,20 @@ DAMAGE = (
     UnicodeDecodeError,
 )
 SLO_COUNTER = "collm_slo_requests"
+
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+BY_NAME = "dns+"
+
+
+async def _resolve(host: str, port: int) -> list[str]:
+    """``address:port`` of everything behind a name. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted(
+        f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
+        for family, _, _, _, address in found
+    )
 
 
 class Reader:
@@ -192,13 +209,23 @@ class Reader:
 
 
 class GatewayReader:
-    """Reads the gateways' counters of requests that met their limits."""
+    """Reads the gateways' counters of requests that met their limits.
+
+    An address ``dns+http://name:port`` stands for every address that the name resolves to at that
+    moment (a headless service): asked through one address, several gateways would answer in turn,
+    and their counters would be taken for one that jumps.
+    """
 
     def __init__(
-        self, addresses: tuple[str, ...], history: History, clock: Now, interval: float = 1.0
+        self,
+        addresses: tuple[str, ...],
+        history: History,
+        clock: Now,
+        interval: float = 1.0,
+        resolve: Resolve = _resolve,
     ) -> None:
         self._addresses, self._history, self._interval = addresses, history, interval
-        self._clock = clock
+        self._clock, self._resolve = clock, resolve
         history.gateways = dict.fromkeys(addresses, "not asked yet")
 
     async def run(self) -> None:
@@ -207,8 +234,29 @@ class GatewayReader:
             return
         async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client:
             while True:
-                await asyncio.gather(*(self.look(client, a) for a in self._addresses))
+                await self.look_at_all(client)
                 await asyncio.sleep(self._interval)
+
+    async def look_at_all(self, client: httpx.AsyncClient) -> None:
+        """Every gateway once; those whose name no longer leads to them are forgotten."""
+        parts = await asyncio.gather(*(self._expand(a) for a in self._addresses))
+        now = [address for part in parts for address in part]
+        for gone in self._history.gateways.keys() - {*now, *self._addresses}:
+            self._history.forget_gateway(gone)
+        await asyncio.gather(*(self.look(client, a) for a in now))
+
+    async def _expand(self, address: str) -> list[str]:
+        """The addresses to ask; none while a name does not resolve, which the page then says."""
+        if not address.startswith(BY_NAME):
+            return [address]
+        url = urlsplit(address.removeprefix(BY_NAME))
+        try:
+            found = await self._resolve(url.hostname or "", url.port or 80)
+        except (OSError, ValueError) as e:
+            self._history.take_silence(address, f"{type(e).__name__}: {e}")
+            return []
+        self._history.forget_gateway(address)  # its addresses speak for it
+        return [f"{url.scheme}://{host}" for host in found]
 
     async def look(self, client: httpx.AsyncClient, address: str) -> None:
         """One gateway's counters, once."""

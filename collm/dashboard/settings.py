@@ -17,7 +17,9 @@ class DashboardSettings(Settings):
     host: str = Field("127.0.0.1", description="Address the page is served on; it has no login")
     port: int = Field(8080, ge=0, le=65535, description="Port of the page; 0: any free one")
     gateways: tuple[str, ...] = Field(
-        (), description="Addresses of gateways; default: that of the `collm up` that is looked at"
+        (),
+        description="Addresses of gateways (dns+http://name:port: all that the name resolves to); "
+        "default: that of the `collm up` that is looked at",
     )
     interval: float = Field(
         1.0, ge=0.2, le=30, description="seconds between looks at Redis and the gateways"

@@ -139,3 +139,43 @@ async def test_a_gateway_that_is_away_is_said_and_taken_up_again() -> None:
     async with httpx.AsyncClient(trust_env=False) as client:
         await gateway.look(client, address)
     assert history.gateways[address] is not None
+
+
+async def test_all_gateways_behind_a_name_are_counted_each_for_itself() -> None:
+    body = EXPOSITION.encode()
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+
+    async def answer(incoming: asyncio.StreamReader, outgoing: asyncio.StreamWriter) -> None:
+        await incoming.readuntil(b"\r\n\r\n")
+        outgoing.write(head.encode() + body)
+        await outgoing.drain()
+        outgoing.close()
+
+    first = await asyncio.start_server(answer, "127.0.0.1", 0)
+    second = await asyncio.start_server(answer, "127.0.0.1", 0)
+    pods = [f"127.0.0.1:{s.sockets[0].getsockname()[1]}" for s in (first, second)]
+
+    async def resolve(host: str, port: int) -> list[str]:
+        assert (host, port) == ("gateways", 8000)
+        if not pods:
+            raise OSError("no such name")
+        return list(pods)
+
+    history = History()
+    name = "dns+http://gateways:8000"
+    gateway = GatewayReader((name,), history, lambda: 1000.0, resolve=resolve)
+    async with first, second, httpx.AsyncClient(trust_env=False) as client:
+        await gateway.look_at_all(client)
+        assert history.gateways == dict.fromkeys((f"http://{p}" for p in pods), None)
+        gone = pods.pop()
+        await gateway.look_at_all(client)
+        assert f"http://{gone}" not in history.gateways
+        pods.clear()
+        await gateway.look_at_all(client)
+        assert list(history.gateways) == [name]
+        assert "no such name" in (history.gateways[name] or "")
+
+
+async def test_a_name_resolves_to_addresses_with_the_port() -> None:
+    assert "127.0.0.1:8000" in await reader._resolve("127.0.0.1", 8000)
+    assert await reader._resolve("::1", 8000) == ["[::1]:8000"]

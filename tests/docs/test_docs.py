@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -120,6 +122,41 @@ def _resources() -> list[tuple[str, dict[str, object]]]:
         for resource in yaml.safe_load_all(path.read_text())
         if resource["kind"] != "Kustomization"
     ]
+
+
+def test_every_service_runs_in_compose_and_on_kubernetes() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    ours = {name.rstrip("-012") for name, service in compose.items() if "build" in service}
+    pods = {
+        str(resource["metadata"]["name"]): resource  # type: ignore[index]
+        for _, resource in _resources()
+        if resource["kind"] in ("Deployment", "StatefulSet")
+    }
+    assert set(pods) == ours
+    for name, resource in pods.items():
+        (container,) = resource["spec"]["template"]["spec"]["containers"]  # type: ignore[index]
+        assert {"livenessProbe", "readinessProbe", "resources"} <= set(container), name
+
+
+def test_kustomize_renders_every_manifest_into_one_namespace() -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl: the rendering is not tried here")
+    command = ["kubectl", "kustomize", str(ROOT / "deploy" / "kubernetes")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    rendered = list(yaml.safe_load_all(done.stdout))
+    assert len(rendered) == len(_resources())
+    for resource in rendered:
+        kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+        if resource["kind"] != "Namespace":
+            assert resource["metadata"]["namespace"] == "collm"
+        for container in _containers(resource):
+            assert container["image"].endswith(":0.1.0"), "an image without a tag"
+
+
+def _containers(resource: dict[str, Any]) -> list[dict[str, Any]]:
+    template = resource.get("spec", {}).get("template", {})
+    return list(template.get("spec", {}).get("containers", ()))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """The whole system on a Redis as operators run it: TLS, users with few rights, Sentinel."""
 
+import asyncio
 import hashlib
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,13 +15,17 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError
 
+from collm.dashboard.history import History, Snapshot
+from collm.dashboard.reader import Reader
 from collm.redis_server import free_port
+from shared.redis_client import connect
 from tests import tiny
+from tests.journey.conftest import EAGER
 from tests.system.running import System
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 ROOT = Path(__file__).resolve().parents[2]
-USERS = ("gateway", "dispatcher", "launcher", "coordinator", "replica", "operator")
+SERVICES = ("gateway", "dispatcher", "launcher", "coordinator", "replica", "training")
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +120,7 @@ def test_each_service_lives_with_the_rights_of_its_own_user(
     def url(user: str) -> str:
         return f"redis://{user}:{user}@127.0.0.1:{port}/0"
 
-    users = {f"COLLM_{u.upper()}_REDIS_URL": url(u) for u in USERS if u != "operator"}
+    users = _users(url)
     command = (server_binary, "--port", str(port), "--aclfile", str(acl))
     with serving(*command, "--bind", "127.0.0.1", folder=tmp_path / "redis"):
         operator = redis.Redis.from_url(url("operator"))
@@ -125,22 +130,84 @@ def test_each_service_lives_with_the_rights_of_its_own_user(
             system.await_drained()
             time_of_duty = system.queues()
             assert time_of_duty["replicas"]
-        denied = [
-            line
-            for log in (tmp_path / "data" / "logs").glob("*.log")
-            for line in log.read_text().splitlines()
-            if "NOPERM" in line or "permissions" in line
-        ]
-        assert denied == []
+            seen = asyncio.run(_dashboard(url("dashboard")))
+            assert {r.id for r in seen.replicas} == {"replica-0", "replica-1"}
+            assert seen.queued == {"tiny": 0}
+        assert _denied(tmp_path / "data") == []
         for user, forbidden in (
             ("gateway", ["flushall"]),
             ("gateway", ["get", "collm:lease:dispatcher"]),
             ("launcher", ["xlen", "collm:replies:somebody"]),
             ("replica", ["config", "get", "*"]),
             ("operator", ["flushall"]),
+            ("operator", ["config", "set", "maxmemory", "1"]),
+            ("replica", ["client", "kill", "type", "normal"]),
+            ("dashboard", ["xrange", "collm:requests:tiny", "-", "+"]),
+            ("dashboard", ["xrange", "collm:replica:replica-0:batches", "-", "+"]),
+            ("dashboard", ["hset", "collm:replica:replica-0", "state", "dead"]),
+            ("dashboard", ["xadd", "collm:events", "*", "kind", "made-up"]),
         ):
             with pytest.raises(NoPermissionError):
                 redis.Redis.from_url(url(user)).execute_command(*forbidden)
+
+
+def test_a_file_becomes_a_model_with_those_rights(server_binary, tmp_path, tiny_model):
+    """Files, jobs, sessions, training, exchange and publication, each as its own user."""
+    port, acl = free_port(), acl_file(tmp_path / "users.acl")
+
+    def url(user: str) -> str:
+        return f"redis://{user}:{user}@127.0.0.1:{port}/0"
+
+    config = tmp_path / "eager.yaml"
+    config.write_text(EAGER.replace("min_participants: 3", "min_participants: 2"))
+    variables = {"COLLM_REDIS_URL": url("operator"), **_users(url), "COLLM_CONFIG": str(config)}
+    options = ("--model", f"{tiny_model}:2", "--served-model-name", "tiny")
+    command = (server_binary, "--port", str(port), "--aclfile", str(acl))
+    with serving(*command, "--bind", "127.0.0.1", folder=tmp_path / "redis"):
+        until_answers(redis.Redis.from_url(url("operator")))
+        with System(tmp_path / "data", *options, variables=variables) as system:
+            client = system.client()
+            chats = (ROOT / "examples" / "data" / "returns.jsonl").read_bytes()
+            file = client.files.create(file=("returns.jsonl", chats), purpose="fine-tune")
+            job = client.fine_tuning.jobs.create(
+                model="tiny", training_file=file.id, suffix="acl",
+                metadata={"max_rounds": "1", "local_steps": "1", "shard": "2", "rank": "4"},
+            )  # fmt: skip
+
+            def ended() -> bool:
+                now = client.fine_tuning.jobs.retrieve(job.id)
+                assert now.status not in ("failed", "cancelled"), now.error
+                return now.status == "succeeded"
+
+            _until(ended, "the job did not end", 120)
+        assert _denied(tmp_path / "data") == []
+
+
+def _users(url: Callable[[str], str]) -> dict[str, str]:
+    """Each service its own user; the training process shares its replica's."""
+    return {
+        f"COLLM_{name.upper()}_REDIS_URL": url("replica" if name == "training" else name)
+        for name in SERVICES
+    }
+
+
+def _denied(data: Path) -> list[str]:
+    """Lines of the logs in which Redis refused a command."""
+    return [
+        line
+        for log in (data / "logs").glob("*.log")
+        for line in log.read_text().splitlines()
+        if "NOPERM" in line or "permissions" in line
+    ]
+
+
+async def _dashboard(url: str) -> Snapshot:
+    """What the dashboard's user sees."""
+    client, history = connect(url), History(600)
+    await Reader(client, history).look()
+    await client.aclose()
+    assert history.away is None
+    return history.snapshot
 
 
 def test_a_sentinel_failover_is_waited_out(server_binary, tmp_path, tmp_path_factory):
