@@ -20,6 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import (
     BusyLoadingError,
     ConnectionError,
+    OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
     TimeoutError,
@@ -32,8 +33,15 @@ log = logging.getLogger(__name__)
 BLOCK_MS = 1000  # how long a blocking read waits; well below SOCKET_TIMEOUT
 SOCKET_TIMEOUT = 10.0  # seconds
 
-# What passes by itself: Redis restarting, loading its file, failing over.
-TRANSIENT = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
+# What passes by itself: Redis restarting, loading its file, failing over, at its memory limit.
+TRANSIENT = (
+    ConnectionError,
+    TimeoutError,
+    BusyLoadingError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    OSError,
+)
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError
 
 from services.gateway.answer import Choice
 from services.gateway.errors import ApiError, overloaded, unavailable
@@ -163,10 +163,10 @@ class Outbox:
 
     def _refusal(self, error: Exception) -> ApiError:
         log.error("Redis refused requests: %s", error)
+        if isinstance(error, OutOfMemoryError):
+            return overloaded("Redis has no memory left", self._retry_after)
         if isinstance(error, TRANSIENT):  # loading its file
             return unavailable("Redis is starting", self._retry_after)
-        if isinstance(error, ResponseError) and "OOM" in str(error):
-            return overloaded("Redis has no memory left", self._retry_after)
         return ApiError(500, "the request could not be queued", type="server_error")
 
 
