@@ -81,7 +81,12 @@ def plan(settings: UpSettings, served: tuple[Served, ...], data: Path, redis_url
         "COLLM_LOG_LEVEL": settings.log_level,
         "COLLM_LOG_FORMAT": settings.log_format,
     }
-    gateway = {"COLLM_GATEWAY_HOST": settings.host, "COLLM_GATEWAY_PORT": str(settings.port)}
+    gateway = {
+        "COLLM_GATEWAY_HOST": settings.host,
+        "COLLM_GATEWAY_PORT": str(settings.port),
+        # Running answers get most of the time to stop, their cut connections the rest.
+        "COLLM_GATEWAY_SHUTDOWN_GRACE": str(0.75 * settings.stop_timeout),
+    }
     dispatcher = {"COLLM_DISPATCHER_PORT": "0"}
     if settings.policy is not None:
         dispatcher["COLLM_DISPATCHER_POLICY"] = settings.policy

@@ -155,3 +155,13 @@ def test_pages_of_a_known_prefix_are_used_again_up_to_the_last_token() -> None:
     other = Sequence("other adapter", list(range(96)), adapter=5, prompt=96)
     scheduler.add(other)
     assert scheduler.schedule()[-1].begin == 0
+
+
+def test_priority_goes_before_arrival_but_not_before_what_was_preempted() -> None:
+    scheduler = Scheduler(PagePool(64, reuse=False), b=1, max_step_tokens=64)
+    first = Sequence("first", [1] * 4, prompt=4)
+    first.preempted = 1
+    scheduler.add(first)
+    for name, priority in (("a", 0), ("b", 2), ("c", 1), ("d", 2)):
+        scheduler.add(Sequence(name, [1] * 4, prompt=4, priority=priority))
+    assert [s.id for s in scheduler.waiting] == ["first", "b", "d", "c", "a"]

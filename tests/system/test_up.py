@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import httpx
+import openai
 import psutil
 import pytest
 
@@ -100,6 +101,25 @@ def test_a_signal_stops_everything_and_leaves_no_process(
         assert system.stop(number) == 0
         assert gone(processes) == []
     assert not (tmp_path / "run" / "up.json").exists()
+
+
+def test_a_long_answer_does_not_hold_up_the_stop(
+    tmp_path: Path, tiny_folder: Path, slow_profile: Path
+) -> None:
+    """The gateway gives a running answer most of the time to stop, then ends by itself."""
+    (tmp_path / "collm.yaml").write_text("up: {stop_timeout: 4}\n")
+    options = (*EMULATED, "--profile", str(slow_profile), "--model", f"{tiny_folder}:1")
+    with System(tmp_path, *options) as system:
+        client = system.client()
+        stream = client.completions.create(
+            model="tiny", prompt="on", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        )
+        parts = iter(stream)
+        next(parts)
+        assert system.stop() == 0
+        with pytest.raises((openai.APIError, httpx.TransportError)):
+            list(parts)
+    assert "killed" not in system.log.read_text().replace("once more to kill", "")
 
 
 def test_a_killed_runner_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:

@@ -72,6 +72,7 @@ def _torch(settings: ReplicaSettings, now: Now) -> Engine:
         kv_tokens=settings.kv_tokens,
         b_max=settings.b_max,
         max_step_tokens=settings.max_step_tokens,
+        step_seconds=settings.step_seconds,
         prefix_cache=settings.prefix_cache,
         weights=settings.weights,
         clock=now,

@@ -20,6 +20,7 @@ from services.replica.engines.torch.backends import Loaded, load_backend
 from services.replica.engines.torch.grammar import Grammars
 from services.replica.engines.torch.kv import PAGE, PagePool
 from services.replica.engines.torch.lora import AdapterStore
+from services.replica.engines.torch.pace import StepPace
 from services.replica.engines.torch.running import Running, check
 from services.replica.engines.torch.sampling import choose, needs_logits
 from services.replica.engines.torch.scheduler import Scheduler, Sequence, Work
@@ -31,7 +32,7 @@ from shared.records import ModelCard
 
 log = logging.getLogger(__name__)
 
-RATE_MEMORY = 0.8  # weight of earlier steps in the time a prompt token takes
+STEP_SECONDS = 0.1  # of a step with prompt chunks beside running answers
 
 
 class TorchEngine:
@@ -57,8 +58,7 @@ class TorchEngine:
             loaded.shapes, loaded.dtype, loaded.device, dropped=self.pool.drop
         )
         self._grammars = Grammars(Path(card.path), card.vocabulary)
-        self._step_seconds = step_seconds
-        self._token_seconds: float | None = None
+        self._pace = StepPace(step_seconds)
         self._clock = clock
         self._requests: dict[str, Running] = {}
         self._cancelled: list[Finished] = []
@@ -77,7 +77,7 @@ class TorchEngine:
         b_max: int = 64,
         max_step_tokens: int = 512,
         prefix_cache: bool = True,
-        step_seconds: float = 0.25,
+        step_seconds: float = STEP_SECONDS,
         weights: str = "shared",
         kernels: str = "auto",
         cache: str | Path | None = None,
@@ -88,7 +88,8 @@ class TorchEngine:
         ``dtype``: auto | bfloat16 | float32. ``threads``: compute threads (None: all cores).
         ``kv_tokens``: size of the KV memory. ``max_step_tokens``: tokens computed in one step,
         so that a long prompt is cut into chunks; ``step_seconds``: chunks beside decodes are made
-        so small that a step takes about this long at most. ``weights``: shared (one mapped copy) or
+        so small that a step takes about this long at most (half a running request's limit on
+        time per token, where that is shorter). ``weights``: shared (one mapped copy) or
         packed (a second, private copy in the kernels' order). ``kernels``: auto | native |
         torch. ``cache``: folder of the fused weights (None: the model's). Raises WeightsError.
         """
@@ -137,6 +138,7 @@ class TorchEngine:
             tokens=[*request.prompt, *request.generated],
             adapter=adapter.uid if adapter else 0,
             prompt=len(request.prompt),
+            priority=request.priority,
         )
         sampling = request.sampling
         seed = sampling.seed
@@ -179,6 +181,7 @@ class TorchEngine:
         if self._threads:
             self.backend.use_threads(self._threads)
         finished = list(self._take_cancelled())
+        self._keep_steps_short()
         work = self.scheduler.schedule()
         if not work:
             return StepReport(finished=tuple(finished))
@@ -189,8 +192,7 @@ class TorchEngine:
         decodes = sum(1 for w in work if w.count == 1 and w.last)
         prefill = sum(w.count for w in work) - decodes
         seconds = time.perf_counter() - begin
-        if prefill:
-            self._learn_chunk(prefill, seconds)
+        self._pace.learn(seconds, prefill)
         return StepReport(
             outputs=outputs,
             finished=tuple(finished),
@@ -200,12 +202,11 @@ class TorchEngine:
             decode_tokens=decodes,
         )
 
-    def _learn_chunk(self, tokens: int, seconds: float) -> None:
-        """How many prompt tokens fit into a step of ``step_seconds``, from the steps so far."""
-        now = seconds / tokens
-        before = now if self._token_seconds is None else self._token_seconds
-        self._token_seconds = RATE_MEMORY * before + (1 - RATE_MEMORY) * now
-        self.scheduler.beside_decodes = int(self._step_seconds / self._token_seconds)
+    def _keep_steps_short(self) -> None:
+        limits = (r.request.slo for r in self._requests.values() if r.sequence.decoding)
+        budget = self._pace.budget(limits)
+        if budget is not None:
+            self.scheduler.beside_decodes = budget
 
     def _take_cancelled(self) -> tuple[Finished, ...]:
         cancelled, self._cancelled = tuple(self._cancelled), []

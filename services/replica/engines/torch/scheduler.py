@@ -1,7 +1,7 @@
 """Which sequences take part in the next step, and with how many tokens. Pure: no tensors.
 
 Iteration-level batching (Orca) with chunked prefill (Sarathi): running sequences decode one
-token each, what is left of the step's token budget goes to prompts, in order of arrival.
+token each, what is left of the step's token budget goes to prompts, by priority, then arrival.
 Memory is promised page by page; when it runs out the youngest sequence gives its pages back
 and computes them again later (recomputation, vLLM). The oldest is never preempted for a
 younger one and new ones enter in order, so every sequence gets to its end.
@@ -25,6 +25,7 @@ class Sequence:
     tokens: list[int]  # prompt, then output
     adapter: int = 0  # identity of the adapter's content; 0 = base
     prompt: int = 0  # tokens of the prompt
+    priority: int = 0  # higher enters first
     computed: int = 0
     entered: int = 0  # pages in the prefix index
     reused: int = 0  # prompt tokens whose KV was found
@@ -59,7 +60,15 @@ class Scheduler:
         self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        """It waits behind its equals; what was preempted is not overtaken."""
+        at = len(self.waiting)
+        while at and self._goes_before(sequence, self.waiting[at - 1]):
+            at -= 1
+        self.waiting.insert(at, sequence)
+
+    @staticmethod
+    def _goes_before(sequence: Sequence, other: Sequence) -> bool:
+        return sequence.priority > other.priority and not other.preempted
 
     def remove(self, sequence: Sequence) -> None:
         """It has ended or was cancelled: its pages are free."""
