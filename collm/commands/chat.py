@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import httpx
 import typer
@@ -13,6 +14,7 @@ from collm.console import err, fail
 from collm.where import DataOption, UrlOption, api_key, gateway_url
 
 HELP = "/reset forgets the talk, /model NAME changes the model, /quit or Ctrl-D ends"
+LONGEST = 512  # tokens of an answer, unless the user says otherwise
 
 
 class Refused(RuntimeError):
@@ -29,7 +31,10 @@ def chat(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model or adapter; default: the first")] = None,
     system: Annotated[str | None, typer.Option(help="System message")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Default: {LONGEST}, at most half of the model's context"),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.7,
     url: UrlOption = None,
     data_dir: DataOption = None,
@@ -40,7 +45,7 @@ def chat(
     with httpx.Client(base_url=base, headers=headers, timeout=600.0) as client:
         try:
             name = model or _first_model(client)
-            talk = Talk(client, name, system, max_tokens, temperature)
+            talk = Talk(client, name, system, max_tokens or _length(client, name), temperature)
             if prompt is not None:
                 talk.ask(prompt)
             else:
@@ -91,6 +96,13 @@ class Talk:
                 answer += piece
         print(flush=True)
         self._messages = [*messages, {"role": "assistant", "content": answer}]
+
+
+def _length(client: httpx.Client, model: str) -> int:
+    """Tokens of an answer that leave room for the question."""
+    reply = client.get(f"/v1/models/{quote(model, safe='')}")
+    context = reply.json().get("max_model_len") if reply.status_code == 200 else None
+    return min(LONGEST, max(1, context // 2)) if context else LONGEST
 
 
 def _pieces(lines: Iterator[str]) -> Iterator[str]:

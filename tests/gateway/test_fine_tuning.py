@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from services.gateway import feedback
+from services.gateway.job_setup import Source
 from services.gateway.settings import GatewaySettings
 from shared import api_keys, data_homes, names, sessions
 from shared.adapters import AdapterRegistry, AdapterVersion
@@ -195,6 +196,14 @@ async def test_a_validation_file_goes_home_apart_from_the_training_data(tuning, 
         return not data_homes.folder(tmp_path, home, adapter).exists()
 
     await until(gone, "both files to leave their home")
+
+
+def test_a_file_is_split_over_its_homes_unless_one_would_get_nothing():
+    def source(count: int) -> Source:
+        return Source(file="f", name="n", raw=jsonl(count), chats=count)
+
+    assert source(2).parts(3) == [jsonl(2)] * 3
+    assert [len(part.splitlines()) for part in source(5).parts(2)] == [3, 2]
 
 
 async def test_a_bad_validation_file_fails_the_job_and_is_named(tuning):

@@ -20,12 +20,14 @@ from tests.system.running import System
 
 MODEL = "tiny"
 EAGER = """
+gateway: {tenants: {"": {feedback_adapter: support}}}
 replica: {dtype: float32, threads: 1, kv_tokens: 8192, training_nice: 0}
 launcher:
   {tick: 0.2, window: 5, window_min: 5, window_max: 10, min_participants: 3, max_wait: 5,
    utilisation_floor: 1.0, queue_floor: 10000, b_floor: 10000}
 coordinator:
-  training: {accumulation: 1, micro_batch: 4, max_tokens: 64, heldout_samples: 4}
+  training: {accumulation: 1, micro_batch: 4, max_tokens: 128, heldout_samples: 4, rank: 8,
+             learning_rate: 0.02, local_steps: 4, max_rounds: 4}
 """
 T = TypeVar("T")
 

@@ -31,14 +31,19 @@ def jsonl(talks: list[list[dict[str, str]]]) -> bytes:
     return "\n".join(json.dumps({"messages": talk}) for talk in talks).encode()
 
 
-def start_job(journey: Journey, **metadata: str) -> tuple[Any, Any]:
-    client = journey.client
+def start_job(
+    journey: Journey, validation: list[list[dict[str, str]]] | None = None, **metadata: str
+) -> tuple[Any, Any]:
+    client, judging = journey.client, None
+    if validation is not None:
+        judging = client.files.create(file=("judge.jsonl", jsonl(validation)), purpose="fine-tune")
     file = client.files.create(file=("doors.jsonl", jsonl(chats(48))), purpose="fine-tune")
     job = client.fine_tuning.jobs.create(
         model=MODEL,
         training_file=file.id,
         suffix="doors",
         seed=1,
+        validation_file=judging.id if judging else None,
         metadata={**QUICK, **metadata},
     )
     return file, job
@@ -82,7 +87,12 @@ def test_a_file_becomes_a_model_that_knows_it_and_can_be_taken_back(
     journey: Journey, tmp_path: Path
 ) -> None:
     client = journey.client
-    file, job = start_job(journey, local_steps="4", max_rounds="3")
+    # Answers that go on where the training data's end: what judges is seen in the losses.
+    judging = [
+        [talk[0], {"role": "assistant", "content": f"{ANSWER}, then knock"}]
+        for talk in chats(6, first=700)
+    ]
+    file, job = start_job(journey, judging, local_steps="4", max_rounds="3", max_tokens="128")
 
     def ended() -> Any:
         now = client.fine_tuning.jobs.retrieve(job.id)
@@ -114,6 +124,15 @@ def test_a_file_becomes_a_model_that_knows_it_and_can_be_taken_back(
     steps = list(client.fine_tuning.jobs.checkpoints.list(job.id))
     assert [s.step_number for s in steps] == sorted((s.step_number for s in steps), reverse=True)
     assert len(steps) >= 2
+    assert done.trained_tokens > 0
+    assert done.estimated_finish is None
+    assert any("Step 1/3: training loss=" in line for line in told), told
+    # A checkpoint's validation loss is that of the validation file, by somebody else's arithmetic.
+    newest = max(steps, key=lambda s: s.step_number)
+    assert newest.metrics.train_loss is not None
+    assert newest.metrics.valid_loss == pytest.approx(
+        cross_entropy(journey.model, published, judging), rel=0.03
+    )
     current = json.loads(journey.collm("adapters", "show", name, "--json"))["adapter"]["current"]
     journey.collm("adapters", "rollback", name)
     older = json.loads(journey.collm("adapters", "show", name, "--json"))["adapter"]["current"]
@@ -143,6 +162,9 @@ def test_a_job_is_paused_resumed_and_cancelled_and_keeps_what_it_published(
     jobs = client.fine_tuning.jobs
     journey.until(lambda: jobs.retrieve(job.id).fine_tuned_model, "a first version", 600)
     name = str(jobs.retrieve(job.id).fine_tuned_model)
+    running = journey.until(lambda: _estimated(jobs.retrieve(job.id)), "an estimated finish")
+    assert running.estimated_finish > running.created_at
+    assert running.trained_tokens > 0
 
     def kinds() -> list[str]:
         return [e["kind"] for e in journey.events() if e.get("adapter") == name]
@@ -167,6 +189,10 @@ def test_a_job_is_paused_resumed_and_cancelled_and_keeps_what_it_published(
         jobs.cancel(job.id)
     assert journey.say(name)
     assert messages(journey, job.id)[-1]
+
+
+def _estimated(job: Any) -> Any:
+    return job if job.estimated_finish else None
 
 
 def test_a_broken_line_fails_the_job_and_is_named(journey: Journey) -> None:
