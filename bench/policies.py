@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from bench.stack import StackError, running
+from collm import models
 
 POLICIES = ("round_robin", "least_loaded", "peft", "shepherd", "dlora", "split", "collm")
 KEYS = {
@@ -62,6 +63,11 @@ EMULATED = Cluster(
     slos={"code": ("e2el:500",), "conv": ("ttft:1000", "tpot:50")},
     first_scale=1.0,
 )
+
+
+def tokenizer(model: str = models.DEFAULT_NAME) -> Path:
+    """Folder with the tokenizer by which prompts get the trace's lengths exactly."""
+    return models.resolve(model).path
 
 
 def slowed(cluster: Cluster, factor: float) -> Cluster:
@@ -149,6 +155,7 @@ class Bench:
             command += ["--rate-scale", f"{scale:.5g}", "--duration", f"{seconds:g}"]
             command += ["--seed", str(run.seed), "--ignore-eos", "--slo-headers", "--no-progress"]
             command += ["--goodput", *self._cluster.slos[run.trace], *self._cluster.scales]
+            command += ["--tokenizer", str(tokenizer(self._o.model))]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             raise StackError(f"load generator ended with {done.returncode}: {done.stderr[-2000:]}")

@@ -24,6 +24,7 @@ import msgspec
 import yaml
 
 from bench.stack import running
+from collm import models
 from shared import profile, slo
 from sim.scenario import Scenario, run
 from sim.workload import Workload
@@ -115,6 +116,7 @@ def real_run(policy: str, load: float, o: argparse.Namespace) -> dict[str, Any]:
         ]
         command += ["--max-prompt", "7000", "--goodput", *o.slo, "--slo-headers"]
         command += ["--save-detailed", "--result-dir", folder, "--result-filename", "run.json"]
+        command += ["--tokenizer", str(models.resolve(o.model).path)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"the load generator failed:\n{done.stderr[-2000:]}")
@@ -124,17 +126,34 @@ def real_run(policy: str, load: float, o: argparse.Namespace) -> dict[str, Any]:
 
 
 def simulated(real: Mapping[str, Any], policy: str, o: argparse.Namespace) -> dict[str, Any]:
-    """The requests of a real run through the simulator."""
-    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        file.write("TIMESTAMP,ContextTokens,GeneratedTokens\n")
-        for request in real["requests"]:
-            moment = datetime.fromtimestamp(EPOCH + request["sent"], UTC)
-            tokens = request["input_tokens"] or request["asked_prompt"]
-            stamp = moment.strftime("%Y-%m-%d %H:%M:%S.%f+00:00")
-            file.write(f"{stamp},{tokens},{request['asked_output']}\n")
-        file.flush()
-        work = Workload(traces=(("all", Path(file.name)),), slos=slo.parse(o.slo))
-        return run(Scenario(profile=o.profile, replicas=o.replicas, policy=policy, workload=work))
+    """The requests of a real run through the simulator.
+
+    As in that run (no coordinator) the policy fits its latencies from what replicas report.
+    """
+    head = "TIMESTAMP,ContextTokens,GeneratedTokens"
+    lines: dict[str, list[str]] = {}
+    for request in real["requests"]:
+        moment = datetime.fromtimestamp(EPOCH + request["sent"], UTC)
+        tokens = request["input_tokens"] or request["asked_prompt"]
+        stamp = moment.strftime("%Y-%m-%d %H:%M:%S.%f+00:00")
+        rows = lines.setdefault(request["tag"] or "all", [head])
+        rows.append(f"{stamp},{tokens},{request['asked_output']}")
+    with tempfile.TemporaryDirectory() as folder:
+        traces = []
+        for tag, rows in lines.items():
+            path = Path(folder) / f"{tag}.csv"
+            path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+            traces.append((tag, path))
+        work = Workload(traces=tuple(traces), slos=slo.parse(o.slo))
+        return run(
+            Scenario(
+                profile=o.profile,
+                replicas=o.replicas,
+                policy=policy,
+                workload=work,
+                learn=True,
+            )
+        )
 
 
 def error(real: Mapping[str, Any], sim: Mapping[str, Any], key: str) -> float | None:

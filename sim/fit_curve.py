@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,26 +55,29 @@ def fit(points: Sequence[Point], source: str) -> tuple[Curve, float]:
     if samples[0] < 0 or not np.isfinite(losses).all() or losses.min() <= 0:
         raise FitError("samples from 0 up and cross-entropies above 0 expected")
     most = float(samples[-1])
-    scales, powers = np.log((most / 1e3, most * 1e2)), np.log(POWERS)
-    best = (np.inf, 0.0, 0.0)
+    scales = (math.log(most / 1e3), math.log(most * 1e2))
+    powers = (math.log(POWERS[0]), math.log(POWERS[1]))
+    best = (math.inf, 0.0, 0.0)
     for _ in range(REFINEMENTS):
         tried = [
-            (_error(samples, losses, np.exp(scale), np.exp(power)), scale, power)
-            for scale in np.linspace(*scales, GRID)
-            for power in np.linspace(*powers, GRID)
+            (_error(samples, losses, math.exp(scale), math.exp(power)), scale, power)
+            for scale in np.linspace(scales[0], scales[1], GRID).tolist()
+            for power in np.linspace(powers[0], powers[1], GRID).tolist()
         ]
         best = min(best, *tried)
-        widths = [2 * (high - low) / GRID for low, high in (scales, powers)]
-        scales = np.array((best[1] - widths[0], best[1] + widths[0]))
-        powers = np.array((best[2] - widths[1], best[2] + widths[1]))
-    scale, power = float(np.exp(best[1])), float(np.exp(best[2]))
+        scales, powers = _around(best[1], scales), _around(best[2], powers)
+    scale, power = math.exp(best[1]), math.exp(best[2])
     floor, span = _linear(samples, losses, scale, power)
     total = float(np.sum((losses - losses.mean()) ** 2))
     r2 = 1.0 - best[0] / total if total > 0 else 1.0
-    curve = Curve(
-        source=source, start=floor + span, floor=floor, scale=float(scale), power=float(power)
-    )
+    curve = Curve(source=source, start=floor + span, floor=floor, scale=scale, power=power)
     return curve, r2
+
+
+def _around(best: float, span: tuple[float, float]) -> tuple[float, float]:
+    """Two cells of the grid to either side of its best point."""
+    width = 2 * (span[1] - span[0]) / GRID
+    return best - width, best + width
 
 
 def _design(samples: Any, scale: float, power: float) -> Any:

@@ -18,8 +18,8 @@ ROWS = (
     "quality_tokens",
     "above_one",  # answers of a quality above 1
     "shed",
-    "held",  # seconds in which requests were kept back on purpose
-    "seconds",  # that answers took
+    "held",  # seconds in which those answered in time were kept back on purpose
+    "seconds",  # that answers in time took
 )
 MAX_BUSY_ROWS = 256  # replicas beyond share rows
 
@@ -72,7 +72,7 @@ class Recorder:
 
     def __init__(self, replicas: Sequence[str], tags: Sequence[str] = ()) -> None:
         self.total = Tally()
-        self.held = self.seconds = 0.0  # sums over answers: kept back on purpose; end to end
+        self.held = self.seconds = 0.0  # of answers in time: kept back on purpose; end to end
         self.above_one = 0  # answers of a quality above 1
         self.active_until = 0.0  # last arrival or answer in time
         self.tags = {tag: Tally() for tag in tags}
@@ -124,11 +124,11 @@ class Recorder:
                 tally.quality_tokens += tokens * quality
         self.served.add(self.row_of[job.replica], now, 1)
         self._bucket(now, tokens, good, quality)
-        self.series.add("seconds", now, e2e)
-        if job.held:
-            self.held += job.held
+        if good:  # a hopeless request waits behind all others, which is no pacing
+            self.series.add("seconds", now, e2e)
             self.series.add("held", now, job.held)
-        self.seconds += e2e
+            self.held += job.held
+            self.seconds += e2e
         return good
 
     def _bucket(self, now: float, tokens: int, good: bool, quality: float) -> None:

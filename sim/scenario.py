@@ -120,7 +120,7 @@ def run(scenario: Scenario, watch: Callable[[World], None] | None = None) -> dic
 
 
 def _overhead(world: World) -> dict[str, float]:
-    """Shares of the time that answers took: kept back on purpose (virtual time), decided on
+    """Shares of the time that answers in time took: kept back on purpose (virtual time), decided on
     (this machine's processor; divided by the answers' virtual seconds)."""
     recorder = world.recorder
     seconds = max(recorder.seconds, 1e-9)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
-from bench.figures.runs import LOADS, Plan, fluid_bound
+import msgspec
+
+from bench.figures.runs import LOADS, Plan, fluid_bound, policies
 
 Result = Mapping[str, Any]
 
@@ -15,53 +18,116 @@ PAPER = {
     "code": {"dlora": 1.16, "shepherd": 1.25, "peft": 1.37},
     "conv": {"dlora": 1.10, "shepherd": 1.15, "peft": 1.51},
 }
+LEARNED = {
+    "Q-goodput": "q_goodput",
+    "attainment": "slo_attainment",
+    "rounds": "training.rounds",
+    "samples/s": "training.samples_per_s",
+    "share training": "training.compute_share",
+}
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the page is written from."""
+
+    plan: Plan
+    unit: float  # 1x as a scale of the recorded rate
+    results: list[dict[str, Any]]  # every policy, load and seed
+    served: dict[str, list[list[float]]]
+    dispersion: dict[str, float]
+    pairs: dict[str, Any]
+    completion: dict[str, float]
+    split: dict[str, Any]
+    ablations: dict[str, Any]
+    fit: dict[str, Any]
+    memory: dict[str, dict[str, float]]
+    cost: dict[int, Any]
+    cost_requests: int
+
+
+def facts(found: Found) -> dict[str, Any]:
+    """The numbers as plain JSON, without series."""
+    bare = [{k: v for k, v in r.items() if k not in ("by_time", "scenario")} for r in found.results]
+    return {
+        "unit_scale": found.unit,
+        "served_dispersion": found.dispersion,
+        "completion": found.completion,
+        "fit": found.fit["planes"],
+        "memory_gb": found.memory,
+        "cost": found.cost,
+        "rows": bare,
+    }
+
+
+def values_of(results: Sequence[Result], policy: str, load: int, key: str, tag: str) -> list[float]:
+    """One number of one policy at one load, a seed each; of one task if ``tag`` is given."""
+    chosen = [r for r in results if r["policy"] == policy and r["load"] == load]
+    found = [(r["tags"].get(tag, {}) if tag else r).get(key) for r in chosen]
+    return [float(v) for v in found if v is not None]
 
 
 def mean_of(results: Sequence[Result], policy: str, load: int, key: str, tag: str = "") -> float:
-    """Mean over seeds of one number of one policy at one load."""
-    chosen = [r for r in results if r["policy"] == policy and r["load"] == load]
-    values = [(r["tags"].get(tag, {}) if tag else r).get(key) for r in chosen]
-    return statistics.fmean(v for v in values if v is not None)
+    """Mean over seeds."""
+    return statistics.fmean(values_of(results, policy, load, key, tag))
 
 
-def table(results: Sequence[Result], policies: Sequence[str], key: str, form: str) -> str:
-    """Policies by loads."""
+def table(results: Sequence[Result], key: str, form: str, tag: str = "") -> str:
+    """Policies by loads; with several seeds mean and half the range."""
     lines = [
         "| policy | " + " | ".join(f"{load}x" for load in LOADS) + " |",
         "|---" * (len(LOADS) + 1) + "|",
     ]
-    for policy in policies:
-        cells = (format(mean_of(results, policy, load, key), form) for load in LOADS)
+    for policy in policies():
+        cells = []
+        for load in LOADS:
+            values = values_of(results, policy, load, key, tag)
+            spread = (max(values) - min(values)) / 2
+            more = f" ± {spread:{form}}" if len(values) > 1 else ""
+            cells.append(f"{statistics.fmean(values):{form}}{more}")
         lines.append(f"| {policy} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def ratios(results: Sequence[Result], policies: Sequence[str], load: int) -> str:
-    """Ours over every baseline, by task, beside the paper's figure."""
-    lines = ["| task | baseline | ours / baseline | paper (4x) |", "|---|---|---|---|"]
+def ratios(results: Sequence[Result]) -> str:
+    """Ours over every baseline, by task and load, beside the paper's figure."""
+    key = "goodput_tokens_per_s"
+    head = " | ".join(f"{load}x" for load in LOADS)
+    lines = [f"| task | baseline | {head} | paper (4x) |", "|---" * (len(LOADS) + 3) + "|"]
     for tag, paper in PAPER.items():
-        ours = mean_of(results, "collm", load, "goodput_tokens_per_s", tag)
-        for policy in policies:
+        for policy in policies():
             if policy == "collm":
                 continue
-            other = mean_of(results, policy, load, "goodput_tokens_per_s", tag)
-            ratio = f"{ours / other:.2f}" if other > 0 else "∞"
-            lines.append(f"| {tag} | {policy} | {ratio} | {paper.get(policy, '–')} |")
+            cells = []
+            for load in LOADS:
+                other = mean_of(results, policy, load, key, tag)
+                ours = mean_of(results, "collm", load, key, tag)
+                cells.append(f"{ours / other:.2f}" if other > 0 else "∞")
+            row = " | ".join(cells)
+            lines.append(f"| {tag} | {policy} | {row} | {paper.get(policy, '–')} |")
     return "\n".join(lines)
 
 
 def bounds(plan: Plan, results: Sequence[Result]) -> str:
-    """Goodput against what any policy could reach (all requests counted, late ones too)."""
-    lines = ["| load | goodput / fluid bound |", "|---|---|"]
+    """Goodput and Q-goodput against what any policy could reach."""
+    lines = [
+        "| load | goodput / fluid bound | Q-goodput / (bound x best quality) |",
+        "|---|---|---|",
+    ]
     for load in LOADS:
         mine = [r for r in results if r["policy"] == "collm" and r["load"] == load]
         shares = [r["goodput_tokens_per_s"] / fluid_bound(plan, dict(r)) for r in mine]
-        lines.append(f"| {load}x | {statistics.fmean(shares):.3f} |")
+        quality = [
+            r["q_goodput"] / (fluid_bound(plan, dict(r)) * r["training"]["quality_at_end"])
+            for r in mine
+        ]
+        lines.append(
+            f"| {load}x | {statistics.fmean(shares):.3f} | {statistics.fmean(quality):.3f} |"
+        )
     return "\n".join(lines)
 
 
 def training(results: Sequence[Result]) -> str:
-    """What training got and brought, by load."""
+    """What training got and brought, and what deciding cost, by load."""
     lines = [
         "| load | share of compute that trains | samples/s | quality at the end |",
         "|---|---|---|---|",
@@ -76,6 +142,43 @@ def training(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+def overhead(results: Sequence[Result]) -> str:
+    """Pacing (virtual time) and deciding (this machine's processor) by load."""
+    lines = [
+        "| load | held back on purpose | worst interval | deciding | a decision, ms |",
+        "|---|---|---|---|---|",
+    ]
+    for load in LOADS:
+        mine = [r["overhead"] for r in results if r["policy"] == "collm" and r["load"] == load]
+        keys = ("hold_share", "hold_share_worst", "decision_share", "decision_ms")
+        hold, worst, share, ms = (statistics.fmean(o[key] for o in mine) for key in keys)
+        lines.append(f"| {load}x | {hold:.2%} | {worst:.2%} | {share:.3%} | {ms:.3f} |")
+    return "\n".join(lines)
+
+
+def learners(found: Found) -> dict[str, Result]:
+    """Sharing, the isolated design and no training, at 2x."""
+    isolated = {k: v for k, v in found.split.items() if k.startswith("split")}
+    best = max(isolated, key=lambda k: isolated[k]["q_goodput"])
+    return {
+        "sharing": found.split["collm (shared)"],
+        f"separate ({best})": isolated[best],
+        "no training": found.ablations["B = 0 (no training)"],
+    }
+
+
+def quality(result: Result) -> list[tuple[float, float]]:
+    """(minutes, mean quality of the answers in time) by bucket."""
+    series = result["by_time"]
+    width = series["bucket_seconds"]
+    pairs = zip(series["quality_tokens"], series["good_tokens"], strict=False)
+    return [
+        (k * width / 60, weighted / tokens)
+        for k, (weighted, tokens) in enumerate(pairs)
+        if tokens > 0
+    ]
+
+
 def named(results: Mapping[str, Result], keys: Mapping[str, str]) -> str:
     """A row a result, the given keys as columns (title -> key, dots go deeper)."""
     lines = ["| | " + " | ".join(keys) + " |", "|---" * (len(keys) + 1) + "|"]
@@ -88,3 +191,53 @@ def named(results: Mapping[str, Result], keys: Mapping[str, str]) -> str:
             cells.append(f"{value:,.4g}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def write(found: Found) -> str:
+    """The whole page."""
+    from bench.figures.text import TEXT
+
+    plan, results = found.plan, found.results
+    planes = found.fit["planes"]
+    robin = found.dispersion["round_robin"]
+    return TEXT.format(
+        date=f"{datetime.now(UTC):%Y-%m-%d}",
+        replicas=plan.replicas,
+        profile=plan.profile,
+        hours=plan.hours,
+        source="the given traces" if plan.traces else "random streams with the traces' statistics",
+        seeds=len(plan.seeds),
+        unit=found.unit,
+        curve=plan.curve,
+        goodput=table(results, "goodput_tokens_per_s", ",.0f"),
+        attainment=table(results, "slo_attainment", ".3f"),
+        ratios=ratios(results),
+        bounds=bounds(plan, results),
+        q_goodput=table(results, "q_goodput", ",.0f"),
+        ttft=table(results, "p99_ttft_ms", ",.0f"),
+        training=training(results),
+        pacing=found.dispersion["collm"] / robin if robin else float("nan"),
+        pacing_first=found.dispersion["collm, first"] / found.dispersion["round_robin, first"],
+        pairs=named(found.pairs, LEARNED),
+        jct=" | ".join(f"{k}: {v:.2f}" for k, v in found.completion.items()),
+        split=named(found.split, LEARNED),
+        above="\n".join(
+            f"| {k} | {v['above_one_share']:.1%} |" for k, v in learners(found).items()
+        ),
+        fit="\n".join(
+            f"| {k} | {v['samples']} | {v['r2']:.3f} | {v['r2_single']:.3f} |"
+            for k, v in planes.items()
+            if v
+        ),
+        memory="\n".join(
+            f"| {k} | {sum(v.values()):.0f} | {v['base weights']:.0f} | {v['KV']:.0f} |"
+            for k, v in found.memory.items()
+        ),
+        overhead=overhead(results),
+        ablations=named(found.ablations, LEARNED),
+        cost_requests=f"{found.cost_requests:,}",
+        cost="\n".join(
+            f"| {k} | {v['requests_s']:,.0f} | {v['cpu_s']:.0f} | {v['rss_mb']:.0f} |"
+            for k, v in found.cost.items()
+        ),
+    )

@@ -71,3 +71,49 @@ def bars(path: Path, panels: Mapping[str, Mapping[str, float]]) -> None:
         axes.set(title=title)
         axes.tick_params(labelsize=8)
     _save(figure, path)
+
+
+def curves(
+    path: Path, series: Mapping[str, Sequence[tuple[float, float]]], labels: tuple[str, str]
+) -> None:
+    """Several series of (x, y)."""
+    figure, axes = _new()
+    for name, points in series.items():
+        axes.plot([x for x, _ in points], [y for _, y in points], label=name, linewidth=1)
+    axes.axhline(1.0, color="grey", linewidth=0.5)
+    axes.set(xlabel=labels[0], ylabel=labels[1])
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def stacked(path: Path, table: Mapping[str, Mapping[str, float]], label: str) -> None:
+    """A horizontal bar a row, its parts one after the other."""
+    figure, axes = _new()
+    parts = list(next(iter(table.values())))
+    left = [0.0] * len(table)
+    for part in parts:
+        values = [row[part] for row in table.values()]
+        axes.barh(list(table), values, left=left, label=part)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    axes.set(xlabel=label)
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def scatter(path: Path, points: Sequence[Sequence[float]], labels: tuple[str, str, str]) -> None:
+    """y over x, coloured by the second value of each (x, colour, y)."""
+    figure, axes = _new()
+    shown = axes.scatter(
+        [p[0] for p in points], [p[2] for p in points], c=[p[1] for p in points], s=8
+    )
+    figure.colorbar(shown, ax=axes, label=labels[2])
+    axes.set(xlabel=labels[0], ylabel=labels[1])
+    _save(figure, path)
+
+
+def cost(path: Path, points: Mapping[int, float], labels: tuple[str, str]) -> None:
+    """One line on logarithmic axes."""
+    figure, axes = _new()
+    axes.loglog(list(points), list(points.values()), marker="o")
+    axes.set(xlabel=labels[0], ylabel=labels[1])
+    _save(figure, path)

@@ -10,6 +10,7 @@ from services.dispatcher.policies.base import Completion, ReplicaView, Request, 
 from services.dispatcher.policies.parts.fit import StepFit
 from services.dispatcher.policies.parts.lane import Lane
 from services.dispatcher.policies.parts.lengths import KNOWN, Lengths
+from services.dispatcher.policies.parts.path import PathLag
 from services.dispatcher.policies.parts.plan import keep_feasible
 from services.dispatcher.policies.parts.rates import FLOOR, ArrivalRate
 from services.dispatcher.policies.parts.share import TokenShares
@@ -141,3 +142,13 @@ def test_arrival_rate_has_a_floor_and_a_margin_for_bursts() -> None:
         rate.tick(float(second))
     assert rate.mean > 2
     assert rate.expected > 1.5 * rate.mean
+
+
+def test_the_lag_of_the_path_is_the_median_of_recent_first_attempts() -> None:
+    path = PathLag()
+    assert path.seconds(0.0) == 0.0
+    for k, lag in enumerate((0.002, 0.1, 0.08, 0.09, 0.3)):
+        path.arrived(_request(f"q{k}", arrival=10.0 - lag), 10.0)
+    path.arrived(_request("again", arrival=1.0, attempt=2), 10.0)
+    assert path.seconds(10.1) == pytest.approx(0.09)
+    assert path.seconds(20.0) == 0.0, "what was long ago says nothing of now"

@@ -28,6 +28,7 @@ from services.dispatcher.policies.parts.fit import StepFit
 from services.dispatcher.policies.parts.lane import INFINITY, Lane
 from services.dispatcher.policies.parts.lengths import Lengths
 from services.dispatcher.policies.parts.macro import Macro
+from services.dispatcher.policies.parts.path import PathLag
 from services.dispatcher.policies.parts.placement import Placement
 from services.dispatcher.policies.parts.plan import Plan
 from services.dispatcher.policies.parts.queues import Queues
@@ -41,9 +42,10 @@ FCFS_HORIZON = 60.0  # a request without a SLO has the slack of one due after th
 class Collm:
     """See the module. Times in seconds.
 
-    ``epsilon``: control overhead between decision and engine; ``safety``: share of a predicted
-    time added to it; ``headroom``: capacity kept free (h); ``on_overload``: best_effort | shed;
-    ``consolidate``: leave replicas that the load does not need without requests.
+    ``epsilon``: least control overhead from decision to client, until more is measured;
+    ``safety``: share of a predicted time added to it; ``headroom``: capacity kept free (h);
+    ``on_overload``: best_effort | shed; ``consolidate``: leave replicas that the load does not
+    need without requests.
     """
 
     name = "collm"
@@ -66,17 +68,18 @@ class Collm:
         self.lengths = Lengths(prior_output, output_quantile)
         self.fit = StepFit()
         self.shares = TokenShares()
+        self._path, self._epsilon = PathLag(), epsilon
         self.lanes: dict[str, Lane] = {}
         self._queues = Queues()
         self.macro = Macro(headroom, consolidate=consolidate)
         self._plan = Plan(self._queues, self.macro)
-        self._placement = Placement(
-            self.macro, self._queues, self.shares, epsilon=epsilon, safety=safety, lead=lead
-        )
+        self._placement = Placement(self.macro, self._queues, self.shares, safety=safety, lead=lead)
 
     # ------------------------------------------------------------ events
 
     def on_arrival(self, request: Request, now: float) -> None:
+        self._path.arrived(request, now)
+        back = self._path.seconds(now)
         output = self.lengths.expect(request)
         typical = self.macro.typical
         cost, latest = 0.0, INFINITY
@@ -86,9 +89,9 @@ class Collm:
             alone = prefill + output * (typical.alpha0 + typical.alpha1)
             cost = prefill + output * self.macro.token_seconds
         if request.deadline is not None:
-            latest = request.deadline - alone
+            latest = request.deadline - alone - back
         if request.ttft_deadline is not None:
-            latest = min(latest, request.ttft_deadline - prefill)
+            latest = min(latest, request.ttft_deadline - prefill - back)
         if latest == INFINITY:
             latest = request.arrival + FCFS_HORIZON
         w = Waiting(request, output, cost, latest, now)
@@ -157,6 +160,7 @@ class Collm:
         queues = self._queues
         if not queues.waiting:
             return actions
+        self._placement.epsilon = max(self._epsilon, self._path.seconds(now))
         self.macro.expired(queues.expire(now))
         queues.compact()
         if self._shed and queues.late_count and self.lengths.known:

@@ -36,12 +36,12 @@ class Placement:
         queues: Queues,
         shares: TokenShares,
         *,
-        epsilon: float,
         safety: float,
         lead: float,
     ) -> None:
         self._macro, self._queues, self._shares = macro, queues, shares
-        self._epsilon, self._safety, self._lead = epsilon, safety, lead
+        self._safety, self._lead = safety, lead
+        self.epsilon = 0.0  # control overhead to leave for, measured
         self.where: dict[str, Lane] = {}
         self.wake = INFINITY
         self._overload = False
@@ -57,7 +57,7 @@ class Placement:
         Of many replicas only some are looked at, others the next time (power of d choices).
         """
         soon, wake = now + self._lead, INFINITY
-        closed = self._epsilon + self._macro.least_delay
+        closed = self.epsilon + self._macro.least_delay
         self._lanes = lanes = []
         for lane in self._macro.candidates(LANES_TRIED):
             if len(lane.flight) >= lane.view.b_limit:
@@ -138,7 +138,7 @@ class Placement:
     def _choose(self, w: Waiting) -> Lane | None:
         """The replica where it and everybody there keep their limits, at the least expense."""
         best, least, now = None, INFINITY, self._round.now
-        epsilon, safety, active = self._epsilon, self._safety, self._macro.active
+        epsilon, safety, active = self.epsilon, self._safety, self._macro.active
         overload, lanes = self._overload, self._lanes
         bound, adapter, need, plain, due = w.bound, w.request.adapter, w.kv, w.plain, w.due
         self._looks += len(lanes)
@@ -206,7 +206,7 @@ class Placement:
         for lane in self._lanes:
             if (lane not in used and len(used) >= spare) or lane.background >= LATE_PER_LANE:
                 continue
-            if not lane.room(w.kv) or lane.slack < lane.predict(w, 0.0)[2] + self._epsilon:
+            if not lane.room(w.kv) or lane.slack < lane.predict(w, 0.0)[2] + self.epsilon:
                 continue
             if len(lane.flight) < least:
                 best, least = lane, len(lane.flight)

@@ -42,6 +42,7 @@ class Round:
             key = w.request.id
             numbers[f"predicted:{key}"] = round(end - self.now, 4)
             numbers[f"slack:{key}"] = round(slack, 4)
+            numbers[f"underway:{key}"] = round(w.arrived - w.request.arrival, 4)
             numbers[f"waited:{key}"] = round(self.now - w.arrived, 4)
             numbers[f"order:{key}"] = why
         return numbers

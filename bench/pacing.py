@@ -1,0 +1,134 @@
+"""How evenly a replica serves: requests ended a second, round robin against the pacing policy.
+
+``python -m bench.pacing --trace TAG=CSV``: the paper's Figures 5 and 13. The same requests go
+through the running system with 16 emulated replicas in real time, and through the simulator.
+Printed is the relative variance (variance over squared mean) of requests ended a second on one
+replica, the median over the replicas that served, and its ratio to round robin's. Seconds are the
+clock's, also with ``--slow``. Last line: JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+
+from bench.policies import EMULATED, slowed, tokenizer
+from bench.sim import VOID_ABOVE, simulated
+from bench.sim import slowed as slowed_profile
+from bench.stack import running
+from shared import names
+from shared.messages import BODY, StepSample, decode
+
+POLICIES = ("round_robin", "collm")
+PAGE = 2000
+
+
+def dispersion(rows: Sequence[Sequence[float]]) -> float | None:
+    """Median over replicas of variance / mean² of what they ended a second."""
+    found = []
+    for row in rows:
+        mean = statistics.fmean(row) if row else 0.0
+        if mean > 0:
+            found.append(statistics.pvariance(row) / mean**2)
+    return round(statistics.median(found), 4) if found else None
+
+
+async def ends(url: str) -> dict[str, list[float]]:
+    """Replica -> Redis seconds at which its requests ended, from the metrics stream."""
+    found: dict[str, list[float]] = {}
+    redis, lower = Redis.from_url(url), "-"
+    try:
+        while page := await redis.xrange(names.METRICS, min=lower, count=PAGE):
+            for _, fields in page:
+                if fields.get(b"kind", b"").startswith(b"step"):
+                    sample = decode(fields[BODY], StepSample)
+                    times = found.setdefault(sample.replica, [])
+                    times.extend(sample.time for done in sample.finished if done.output_tokens)
+            lower = "(" + page[-1][0].decode()
+    finally:
+        await redis.aclose()
+    return found
+
+
+def binned(times: dict[str, list[float]], width: float) -> list[list[float]]:
+    """Counts in bins of ``width`` seconds, from the first end of all to the last."""
+    every = [t for row in times.values() for t in row]
+    if not every:
+        return []
+    first = min(every)
+    rows = []
+    for row in times.values():
+        counts = [0.0] * (int((max(every) - first) / width) + 1)
+        for t in row:
+            counts[int((t - first) / width)] += 1
+        rows.append(counts)
+    return rows
+
+
+def one(policy: str, o: argparse.Namespace) -> dict[str, Any]:
+    """One policy: in real time, then the same requests simulated."""
+    cluster = slowed(EMULATED, o.slow)
+    command = [part for trace in o.trace for part in ("--trace", trace)]
+    command += ["--duration", str(o.seconds), "--rate-scale"]
+    command += [f"{o.scale / o.slow:.5g}", "--ignore-eos", "--slo-headers", "--no-progress"]
+    limits = [f"{tag}/{x}" for tag, parts in cluster.slos.items() for x in parts]
+    command += ["--goodput", *limits, "--tokenizer", str(tokenizer())]
+    with running([*cluster.arguments, "--policy", policy], cluster.environment) as stack:
+        with tempfile.TemporaryDirectory() as folder:
+            command += ["--save-detailed", "--result-dir", folder, "--result-filename", "r.json"]
+            done = subprocess.run(
+                [sys.executable, "-m", "loadgen", "--base-url", stack.url, *command],
+                check=False, capture_output=True, text=True,
+            )  # fmt: skip
+            if done.returncode:
+                raise RuntimeError(f"the load generator failed:\n{done.stderr[-2000:]}")
+            real: dict[str, Any] = json.loads((Path(folder) / "r.json").read_text())
+        rows = binned(asyncio.run(ends(stack.redis)), 1.0)
+        lag = stack.step_lag() or 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        options = argparse.Namespace(
+            slo=limits, replicas=16, profile=slowed_profile("h20-8b", o.slow, Path(folder))
+        )
+        sim = simulated(real, policy, options)
+    return {
+        "policy": policy,
+        "real": dispersion(rows),
+        "simulated": dispersion(sim["by_time"]["served"]),
+        "attainment": real["slo_attainment"],
+        "simulated_attainment": sim["slo_attainment"],
+        "requests": real["offered"],
+        "step_lag_p99": lag,
+        "void": lag > VOID_ABOVE,
+    }
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(prog="python -m bench.pacing", description=__doc__)
+    p.add_argument("--trace", nargs="+", required=True, metavar="TAG=CSV")
+    p.add_argument("--scale", type=float, default=2.5, help="of the recorded rate")
+    p.add_argument("--seconds", type=float, default=60.0)
+    p.add_argument("--slow", type=float, default=1.0)
+    o = p.parse_args()
+    found = {}
+    for policy in POLICIES:
+        found[policy] = one(policy, o)
+        print(found[policy], file=sys.stderr, flush=True)
+    ratio = {}
+    for kind in ("real", "simulated"):
+        base, ours = found["round_robin"][kind], found["collm"][kind]
+        ratio[kind] = round(ours / base, 4) if base and ours is not None else None
+    print(json.dumps({"bench": "pacing", "runs": list(found.values()), "ratio": ratio}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
