@@ -43,6 +43,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_model(tmp_path_factory.mktemp("tiny-model"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped, with the reason, where no CUDA device is seen."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch  # seconds: only where a test asks for it
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="no CUDA device is seen by torch here")
+        for item in marked:
+            item.add_marker(skip)
+
+
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 
 

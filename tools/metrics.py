@@ -23,6 +23,9 @@ Every process serves `/metrics` in Prometheus's text format. Names are vLLM's wi
 `collm_`; a dashboard made for vLLM needs one search-and-replace. Latencies are seconds. A series
 disappears with the replica, adapter or model that it describes. The label `engine` is the kind of
 engine on the gateway, the replica's id on replicas; `collm_engine_info` there says what computes.
+One name differs: vLLM's histogram `iteration_tokens_total` is `collm_iteration_tokens`, because
+only counters may end in `_total`. What only an acting process knows (dispatcher, launcher,
+coordinator hold leases) is absent on those that stand by.
 
 Alert rules are in `deploy/prometheus/rules.yml`, dashboards in `deploy/grafana/dashboards/`.
 

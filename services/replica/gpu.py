@@ -55,6 +55,10 @@ class GpuMeter:
 
 
 def device_index(device: str) -> int | None:
-    """Index of a CUDA device name (``cuda`` = 0); None for another kind of device."""
+    """Index of a CUDA device name (``cuda`` = 0); None for another kind of device.
+
+    It is torch's index: with CUDA_VISIBLE_DEVICES set, NVML counts differently, so containers
+    and pods get one GPU each, which is 0 for both.
+    """
     kind, _, number = device.partition(":")
     return int(number or 0) if kind == "cuda" else None

@@ -168,7 +168,7 @@ class Inference:
     def _serve(
         self, tasks: asyncio.TaskGroup, replica: str, loop: ServingLoop, engine: Engine
     ) -> list[asyncio.Task[None]]:
-        index = device_index(self._settings.device)
+        index = device_index(str(getattr(engine, "device", "cpu")))
         gpu = None if index is None else GpuMeter(index)
         reporter = Reporter(self._redis, replica, loop, self._clock, self._meters, self._told, gpu)
         return [

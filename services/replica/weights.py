@@ -76,12 +76,29 @@ class _Slot:
     end: int
 
 
-def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """``"auto"`` is bf16 where the hardware multiplies it natively, else fp32."""
+def resolve_device(device: str) -> torch.device:
+    """``"auto"`` is the first GPU where there is one. Raises WeightsError: no such device."""
+    if device == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as e:
+        raise WeightsError(f"device {device!r}: choose auto, cpu, cuda or cuda:N") from e
+    if chosen.type == "cpu":
+        return chosen
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if chosen.type != "cuda" or (chosen.index or 0) >= count:
+        raise WeightsError(f"device {device!r}: this process sees {count} CUDA devices")
+    return torch.device("cuda", chosen.index or 0)
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: str = "auto") -> torch.dtype:
+    """``"auto"`` is bf16 where the hardware of ``device`` multiplies it natively, else fp32."""
     if isinstance(dtype, torch.dtype):
         chosen = dtype
     elif dtype == "auto":
-        native = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()
+        on_gpu = resolve_device(device).type == "cuda"
+        native = on_gpu or torch.cpu._is_avx512_bf16_supported()
         chosen = torch.bfloat16 if native else torch.float32
     elif dtype in _NAMES:
         chosen = _NAMES[dtype]

@@ -75,6 +75,7 @@ def _torch(settings: ReplicaSettings, now: Now) -> Engine:
         step_seconds=settings.step_seconds,
         prefix_cache=settings.prefix_cache,
         weights=settings.weights,
+        device=settings.device,
         clock=now,
     )
     return engine

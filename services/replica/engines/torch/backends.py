@@ -18,7 +18,7 @@ from services.replica.engines.torch.native import NativeBackend, NoKernels
 from services.replica.engines.torch.other import TransformersBackend
 from services.replica.engines.torch.reference import TorchBackend
 from services.replica.engines.torch.step import Backend
-from services.replica.weights import FusedWeights, open_fused, resolve_dtype
+from services.replica.weights import FusedWeights, open_fused, resolve_device, resolve_dtype
 
 log = logging.getLogger(__name__)
 
@@ -57,25 +57,26 @@ def load_backend(
     weights: str,
     kernels: str,
     cache: str | Path | None = None,
+    device: str = "auto",
 ) -> Loaded:
     """Open the model and choose how it runs. Raises WeightsError, Unsupported, NoKernels."""
     if weights not in ("shared", "packed"):
         raise ValueError(f"weights {weights!r}: choose shared or packed")
     if kernels not in ("auto", "native", "torch"):
         raise ValueError(f"kernels {kernels!r}: choose auto, native or torch")
-    chosen = resolve_dtype(dtype)
+    chosen = resolve_dtype(dtype, device)
     torch.set_num_threads(threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    place = resolve_device(device)
     try:
         config = read_config(folder)
     except Unsupported as e:
         raw_config(folder)  # a missing or broken file is an error for every backend
         log.warning("transformers' own forward computes, slower and without sharing: %s", e)
-        other = TransformersBackend(folder, chosen, device)
-        return Loaded(other, other.shapes, chosen, device, other.context, other.vocabulary)
-    fused = open_fused(folder, chosen, cache=cache).to(device)
+        other = TransformersBackend(folder, chosen, place)
+        return Loaded(other, other.shapes, chosen, place, other.context, other.vocabulary)
+    fused = open_fused(folder, chosen, cache=cache).to(place)
     backend = _choose(config, fused, pages, threads, weights, kernels)
-    return Loaded(backend, module_shapes(config), chosen, device, config.context, config.vocabulary)
+    return Loaded(backend, module_shapes(config), chosen, place, config.context, config.vocabulary)
 
 
 def _choose(

@@ -51,6 +51,7 @@ class TorchEngine:
         clock: Now,
     ) -> None:
         self.card, self.b_max = card, b_max
+        self.device = loaded.device
         self.backend = loaded.backend
         self.pool = PagePool(kv_tokens // PAGE, reuse=prefix_cache and loaded.backend.reuse)
         self.scheduler = Scheduler(self.pool, b=b_max, max_step_tokens=max_step_tokens)
@@ -81,6 +82,7 @@ class TorchEngine:
         weights: str = "shared",
         kernels: str = "auto",
         cache: str | Path | None = None,
+        device: str = "auto",
         clock: Now = time.time,
     ) -> TorchEngine:
         """An engine over the model in ``folder`` (config.json, safetensors).
@@ -91,7 +93,8 @@ class TorchEngine:
         so small that a step takes about this long at most (half a running request's limit on
         time per token, where that is shorter). ``weights``: shared (one mapped copy) or
         packed (a second, private copy in the kernels' order). ``kernels``: auto | native |
-        torch. ``cache``: folder of the fused weights (None: the model's). Raises WeightsError.
+        torch. ``cache``: folder of the fused weights (None: the model's). ``device``: auto | cpu |
+        cuda | cuda:N. Raises WeightsError.
         """
         loaded = load_backend(
             Path(folder),
@@ -101,6 +104,7 @@ class TorchEngine:
             weights=weights,
             kernels=kernels,
             cache=cache,
+            device=device,
         )
         card = ModelCard(
             name=name,
