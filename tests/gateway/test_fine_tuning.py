@@ -475,7 +475,7 @@ async def test_feedback_becomes_an_example_at_the_adapters_home_if_the_tenant_wa
         assert (await send(rating="bad")).json()["stored"] is False
 
         async def taken_back() -> bool:
-            return learnt() == []
+            return data_homes.files(tmp_path, f"{MODEL}-r0", "helpdesk") == []
 
         await until(taken_back, "the example to be deleted")
         by_id = {"request_id": answer.json()["id"], "rating": "good"}

@@ -26,7 +26,9 @@ from tests.journey.conftest import EAGER, Journey
 from tests.journey.test_fine_tuning import cross_entropy
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+BLOCKS: list[tuple[str, str]] = re.findall(
+    r"```(\w+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S
+)
 STARTED = {"make up", "export PATH=$PWD/.venv/bin:$PATH"}  # by the fixture
 ENDLESS = {"collm events -f", "collm top"}
 ADDRESS = "http://127.0.0.1:8000"
