@@ -237,7 +237,6 @@ def write(found: Found) -> str:
         ablations=named(found.ablations, LEARNED),
         cost_requests=f"{found.cost_requests:,}",
         cost="\n".join(
-            f"| {k} | {v['requests_s']:,.0f} | {v['cpu_s']:.0f} | {v['rss_mb']:.0f} |"
-            for k, v in found.cost.items()
+            f"| {k} | {v['requests_s']:,.0f} | {v['cpu_s']:.0f} |" for k, v in found.cost.items()
         ),
     )

@@ -125,7 +125,7 @@ Paper: both together under 2 % in the mean, never above 5 %.
 
 Measured: {cost_requests} requests at about 70 % load, policy `collm`, one core.
 
-| replicas | requests a CPU second | CPU seconds | peak MB |
-|---|---|---|---|
+| replicas | requests a CPU second | CPU seconds |
+|---|---|---|
 {cost}
 """

@@ -12,7 +12,7 @@ from collections import deque
 
 from services.dispatcher.policies.parts.waiting import DEFERRED, GONE, LATE, MAIN, Item, Waiting
 
-STALE_MAX = 1024  # stale heap entries that never matter
+STALE_MAX = 64  # stale heap entries that never matter
 
 
 class Queues:
