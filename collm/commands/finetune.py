@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -73,6 +74,8 @@ def finetune(
             outcome = asyncio.run(_run(url, folder, request))
         except (FinetuneError, Conflict, Refused, BadName) as e:
             fail(str(e))
+        except asyncio.CancelledError:
+            fail("stopped: the job has ended and the replica only serves again", code=143)
     if as_json:
         print(msgspec.json.encode(outcome).decode())
     else:
@@ -80,6 +83,10 @@ def finetune(
 
 
 async def _run(url: str, data_dir: Path, request: Request) -> Outcome:
+    task = asyncio.current_task()
+    assert task is not None
+    # As Ctrl-C does: the job ends on the replica and the replica serves as before.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with connect(url) as redis:
         return await Finetune(redis, url, data_dir, request, tell).run()
 

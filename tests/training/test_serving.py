@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,6 +190,29 @@ def test_finetune_trains_promotes_and_gives_the_replica_back(replica: Rig, tmp_p
     assert record[b"state"] == b"serving"
     [answer] = replica.wait(replica.submit([[5, 6, 7]], 2, adapter="sums"))
     assert answer.version == outcome.version
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.timeout(300)
+def test_a_stopped_finetune_gives_the_replica_back(
+    replica: Rig, tmp_path: Path, number: signal.Signals
+) -> None:
+    file = tmp_path / "sums.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": list(c.messages)}) for c in make_chats(30)))
+    command = [sys.executable, "-m", "collm", "finetune", "--adapter", "long", "--steps", "100000"]
+    command += ["--data", str(file), "--redis", replica.url, "--data-dir", str(replica.home)]
+    key = f"collm:replica:{REPLICA}"
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:  # what it tells; its end would be a failure
+            if line.startswith("step "):
+                break
+        assert replica.redis.hget(key, "state") == b"combined"
+        process.send_signal(number)
+        said = process.stderr.read()
+        assert process.wait(60) not in (0, 1), said
+    assert replica.redis.hget(key, "state") == b"serving"
+    until(lambda: replica.block.training == 0, "training goes on", 30)
 
 
 @pytest.mark.parametrize(

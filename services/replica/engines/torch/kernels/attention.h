@@ -64,9 +64,9 @@ static void attend(struct pass *p, const struct layer *l, const struct item *it,
         for (long k = 0; k < kd; k += KSTEP) {
             TLOAD(4, queries + k, kd * sizeof(elem));
             TLOAD(6, keys + k * LANES, 64);
-            TDP(0, 4, 6);
+            TDP_ROWS(0, 4, 6, rows);
             TLOAD(7, keys + LANES * kd + k * LANES, 64);
-            TDP(1, 4, 7);
+            TDP_ROWS(1, 4, 7, rows);
         }
         TSTORE(0, scores + g * PAGE, stride * sizeof(float));
         TSTORE(1, scores + g * PAGE + LANES, stride * sizeof(float));
@@ -84,10 +84,10 @@ static void attend(struct pass *p, const struct layer *l, const struct item *it,
             for (long j = 0; j < PAGE; j += KSTEP) {
                 TLOAD(4, weights + g * PAGE + j, stride * sizeof(elem));
                 TLOAD(6, values + j * LANES, 64);
-                TDP(0, 4, 6);
+                TDP_ROWS(0, 4, 6, rows);
                 if (both) {
                     TLOAD(7, values + PAGE * LANES + j * LANES, 64);
-                    TDP(1, 4, 7);
+                    TDP_ROWS(1, 4, 7, rows);
                 }
             }
         }

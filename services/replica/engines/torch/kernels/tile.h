@@ -2,7 +2,8 @@
  *
  * With AMX these are the processor's tile registers; elsewhere the same operations on arrays in
  * vector code, so that there is one source. KSTEP elements of a row make a tile row; PAIR
- * neighbours along k lie together in B, as the bf16 dot product instructions want it.
+ * neighbours along k lie together in B, as the bf16 dot product instructions want it. TDP_ROWS
+ * computes the first ``rows`` rows of C at least; it saves work where tiles are arrays.
  */
 #pragma once
 #include <stdint.h>
@@ -52,6 +53,7 @@ typedef __m256i __m256bh_u __attribute__((aligned(2)));
 #define TZERO(t) _tile_zero(t)
 #define TLOAD(t, p, stride) _tile_loadd(t, p, stride)
 #define TDP(c, a, b) _tile_dpbf16ps(c, a, b)
+#define TDP_ROWS(c, a, b, rows) _tile_dpbf16ps(c, a, b)
 #define TSTORE(t, p, stride) _tile_stored(t, p, stride)
 struct tile_config { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; };
 static int tiles_allowed(void) { /* ARCH_REQ_XCOMP_PERM for tile data, once a process */
@@ -74,37 +76,44 @@ struct tile { const char *p; long stride; float c[16][16] __attribute__((aligned
 #define TILES struct tile tile_[8];
 #define TZERO(t) memset(tile_[t].c, 0, sizeof tile_[t].c)
 #define TLOAD(t, q, s) (tile_[t].p = (const char *)(q), tile_[t].stride = (s))
-#define TDP(c, a, b) tdp(&tile_[c], &tile_[a], &tile_[b])
+#define TDP(c, a, b) tdp(&tile_[c], &tile_[a], &tile_[b], 16)
+#define TDP_ROWS(c, a, b, rows) tdp(&tile_[c], &tile_[a], &tile_[b], rows)
 #define TSTORE(t, q, s) tstore(&tile_[t], (char *)(q), s)
-static inline void tdp(struct tile *c, const struct tile *a, const struct tile *b) {
-    for (int half = 0; half < 16; half += 8) {
-        v16 sum[8];
-        for (int r = 0; r < 8; r++) sum[r] = *(v16 *)c->c[half + r];
-        for (int k = 0; k < 16; k++) {
-            const char *row = b->p + k * b->stride;
+/* ``n`` rows from ``first`` on; n is a constant where this is called, so the sums are registers. */
+static inline __attribute__((always_inline)) void tdp_part(
+    struct tile *c, const struct tile *a, const struct tile *b, const int first, const int n) {
+    v16 sum[8];
+    for (int r = 0; r < n; r++) sum[r] = *(v16 *)c->c[first + r];
+    for (int k = 0; k < 16; k++) {
+        const char *row = b->p + k * b->stride;
 #if defined(BF16) && defined(__AVX512BF16__)
-            __m512bh lanes = (__m512bh)_mm512_loadu_si512(row);
-            for (int r = 0; r < 8; r++) {
-                int pair;
-                memcpy(&pair, a->p + (half + r) * a->stride + 4 * k, 4);
-                sum[r] = (v16)_mm512_dpbf16_ps((__m512)sum[r], (__m512bh)_mm512_set1_epi32(pair),
-                                               lanes);
-            }
-#elif defined(BF16)
-            u16v lanes = *(const u16v *)row;
-            v16 even = (v16)(lanes << 16), odd = (v16)(lanes & 0xFFFF0000u);
-            for (int r = 0; r < 8; r++) {
-                const elem *pair = (const elem *)(a->p + (half + r) * a->stride) + 2 * k;
-                sum[r] += even * wide(pair[0]) + odd * wide(pair[1]);
-            }
-#else
-            v16 lanes = *(const v16 *)row;
-            for (int r = 0; r < 8; r++)
-                sum[r] += lanes * *((const float *)(a->p + (half + r) * a->stride) + k);
-#endif
+        __m512bh lanes = (__m512bh)_mm512_loadu_si512(row);
+        for (int r = 0; r < n; r++) {
+            int pair;
+            memcpy(&pair, a->p + (first + r) * a->stride + 4 * k, 4);
+            sum[r] = (v16)_mm512_dpbf16_ps((__m512)sum[r], (__m512bh)_mm512_set1_epi32(pair),
+                                           lanes);
         }
-        for (int r = 0; r < 8; r++) *(v16 *)c->c[half + r] = sum[r];
+#elif defined(BF16)
+        u16v lanes = *(const u16v *)row;
+        v16 even = (v16)(lanes << 16), odd = (v16)(lanes & 0xFFFF0000u);
+        for (int r = 0; r < n; r++) {
+            const elem *pair = (const elem *)(a->p + (first + r) * a->stride) + 2 * k;
+            sum[r] += even * wide(pair[0]) + odd * wide(pair[1]);
+        }
+#else
+        v16 lanes = *(const v16 *)row;
+        for (int r = 0; r < n; r++)
+            sum[r] += lanes * *((const float *)(a->p + (first + r) * a->stride) + k);
+#endif
     }
+    for (int r = 0; r < n; r++) *(v16 *)c->c[first + r] = sum[r];
+}
+static inline __attribute__((always_inline)) void tdp(
+    struct tile *c, const struct tile *a, const struct tile *b, const int rows) {
+    if (rows <= 4) return tdp_part(c, a, b, 0, 4);
+    tdp_part(c, a, b, 0, 8);
+    if (rows > 8) tdp_part(c, a, b, 8, 8);
 }
 static inline void tstore(const struct tile *t, char *to, long stride) {
     for (int r = 0; r < 16; r++) memcpy(to + r * stride, t->c[r], 64);
