@@ -37,6 +37,11 @@ class Lease:
         """Threads that may compute."""
         return len(self._files)
 
+    def join(self, other: Lease) -> None:
+        """Take over what ``other`` holds; it is empty afterwards."""
+        self._files += other._files
+        other._files = []
+
     def release(self) -> None:
         """Give all back. May be called twice. The first slot goes last: waiters watch it."""
         while self._files:

@@ -114,9 +114,12 @@ class ServingGate:
         return waited
 
     def inside(self) -> float:
-        """Give way if serving needs it. Raises what ``check`` raises."""
+        """Give way if serving needs it, take more where it rests. Raises what ``check`` raises."""
         self._check()
-        if self._lease is None or not self._must_give_way():
+        if self._lease is None:
+            return 0.0
+        if not self._must_give_way():
+            self._widen()
             return 0.0
         block = self._block
         started, samples = block.micro_started, block.micro_samples
@@ -192,6 +195,17 @@ class ServingGate:
         if self._lease.count > max(1, self._slots.count - 1):
             return True  # serving has begun to work: the first slot is its own
         return not self._slack_suffices() or self._others_wait()
+
+    def _widen(self) -> None:
+        """A micro-step that began beside serving takes the slots that rest now."""
+        assert self._lease is not None
+        missing = self._wanted - self._lease.count
+        if missing <= 0 or not self._serving_rests():
+            return
+        more = self._slots.try_acquire_training(missing, leave_first=False)
+        if more is not None:
+            self._lease.join(more)
+            torch.set_num_threads(self._lease.count)
 
     def _others_wait(self) -> bool:
         """Whether serving (of any replica of this host) stands without a slot."""
