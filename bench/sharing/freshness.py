@@ -166,8 +166,11 @@ class _Mixed:
 
 
 def to_token(rig: Rig, parent: str, publishes: int) -> dict[str, float]:
-    """From the flip of the counter to the arrival of a first token of that version, with short
-    requests in flight all the time; and the length of a step meanwhile."""
+    """From the flip of the counter to the arrival of a first token of that version, with four
+    longer requests and two one-token probes in flight; and the length of a step meanwhile.
+
+    A probe follows as soon as one is answered: more of them would make the steps they wait for.
+    """
     tensors = read_tensors(Path(parent))
     flat = np.concatenate([t.numpy().ravel() for t in tensors.values()])
     bounds, at = {}, 0
@@ -185,7 +188,9 @@ def to_token(rig: Rig, parent: str, publishes: int) -> dict[str, float]:
         more: list[str] = []
 
         def seen(wanted: str = version, sent: list[str] = more) -> float | None:
-            sent += rig.submit([[5, 6, 7]], 1, adapter=ADAPTER)
+            waiting = sum(not rig.answers[request].times for request in sent)
+            if waiting < 2:
+                sent += rig.submit([[5, 6, 7]] * (2 - waiting), 1, adapter=ADAPTER)
             for request in sent:
                 answer = rig.answers[request]
                 if answer.version == wanted and answer.times:
