@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import sys
@@ -25,7 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.federated import lab, made, measures, plots
-from bench.federated.system import Answered, System, closed_loop, open_loop, system
+from bench.federated.system import (
+    Answered,
+    NothingHappened,
+    System,
+    closed_loop,
+    open_loop,
+    system,
+)
 from collm import models
 from shared import training_data
 from shared.rounds import STRATEGIES
@@ -152,9 +160,12 @@ def pairs(o: argparse.Namespace, domains: Mapping[str, Path]) -> dict[str, Any]:
         with system(o.model, options, slo_seconds=o.slo) as running:
             points.append({"pair": way, **under_load(o, running, domains)})
         say(json.dumps(points[-1]))
-    target = max(p["last_heldout"] for p in points if p["last_heldout"] is not None)
+    # A loss that every way reached; none where one of them finished no round.
+    reached = [p["last_heldout"] for p in points]
+    target = None if None in reached else max(reached)
     for point in points:
-        point["jct"] = measures.joint_time(point.pop("rounds"), point.pop("begun"), target)
+        done, begun = point.pop("rounds"), point.pop("begun")
+        point["jct"] = None if target is None else measures.joint_time(done, begun, target)
     plots.against_fixed(points, o.out)
     return {"coordinator_vs_fixed": points, "target_heldout": target}
 
@@ -162,21 +173,33 @@ def pairs(o: argparse.Namespace, domains: Mapping[str, Path]) -> dict[str, Any]:
 def under_load(
     o: argparse.Namespace, running: System, domains: Mapping[str, Path]
 ) -> dict[str, Any]:
-    """Requests for the adapter at ``--rate`` while the replicas learn, for ``--pair-seconds``."""
+    """Requests for the adapter at ``--rate`` while the replicas learn, for ``--pair-seconds``
+    and until two rounds are done (``--patience`` seconds at most)."""
     running.add_data(domains)
     began = running.wait("round_began", 1, o.patience)
     answers: list[Answered] = []
+    settled = threading.Event()
 
     async def ask() -> None:
         stop = asyncio.Event()
-        asyncio.get_running_loop().call_later(o.pair_seconds, stop.set)
+
+        async def end() -> None:
+            await asyncio.sleep(o.pair_seconds)
+            await asyncio.to_thread(settled.wait)
+            stop.set()
+
+        ending = asyncio.create_task(end())
         answers.extend(
             await open_loop(running.url, "bench", asked(domains), o.rate, stop, o.answer_tokens)
         )
+        await ending
 
     thread = threading.Thread(target=lambda: asyncio.run(ask()))
     started = time.monotonic()
     thread.start()
+    with contextlib.suppress(NothingHappened):  # then the point has no completion time
+        running.wait("round_done", 2, o.patience)
+    settled.set()
     thread.join()
     seconds = time.monotonic() - started
     found = measures.rounds(running)
@@ -253,6 +276,7 @@ def main() -> None:
     for part in chosen:
         say(f"== {part}")
         found = todo[part](o, domains)
+        say(json.dumps(found))  # a later part that fails takes nothing with it
         exchange |= found.pop("exchange", {})
         result |= found
     if exchange:

@@ -89,8 +89,10 @@ def fit_error(samples: Sequence[StepSample], least: int = 8) -> dict[str, Any]:
 
 def q_goodput(
     answers: Sequence[Answered], versions: Sequence[AdapterVersion], slo: float, seconds: float
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Tokens of answers within ``slo`` seconds, plain and times quality, per second.
+
+    The latter is None before any version's loss is known.
 
     Quality of an answer = 1 / CE of the common version that served it, on the clients' held-out
     data; a replica's own version between rounds counts as the round's parent.
@@ -109,7 +111,9 @@ def q_goodput(
     kept = [a for a in answers if a.tokens > 0 and a.seconds <= slo]
     return {
         "goodput": round(sum(a.tokens for a in kept) / seconds, 3),
-        "q_goodput": round(sum(a.tokens * quality(a.version) for a in kept) / seconds, 4),
+        "q_goodput": round(sum(a.tokens * quality(a.version) for a in kept) / seconds, 4)
+        if ce
+        else None,
         "attainment": round(len(kept) / max(1, len(answers)), 4),
         "answers": len(answers),
     }
