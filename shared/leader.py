@@ -1,6 +1,7 @@
 """A service of which one process acts: stands by, acts while it holds the lease, starts anew.
 
-The frame of launcher and coordinator: lease, status page, restarts after what passes by itself.
+The frame of dispatcher, launcher and coordinator: lease, status page, restarts after what passes
+by itself.
 """
 
 from __future__ import annotations
@@ -25,27 +26,46 @@ RED_AFTER = 10.0  # seconds without a sign of life from the acting loop
 
 
 class Acting:
-    """What a service's loop works with while it holds the lease."""
+    """What a service's loop works with while it holds the lease.
 
-    def __init__(self, redis: Redis, lease: Lease, clock: RedisClock) -> None:
+    ``starting``: what it does before its first turn; None when it is ready from the start.
+    """
+
+    def __init__(
+        self, redis: Redis, lease: Lease, clock: RedisClock, starting: str | None = None
+    ) -> None:
         self.redis, self.lease, self.clock = redis, lease, clock
-        self.progress = time.monotonic()
+        self.progress, self.starting = time.monotonic(), starting
 
     def alive(self) -> None:
         """Called by the loop each turn."""
-        self.progress = time.monotonic()
+        self.progress, self.starting = time.monotonic(), None
 
 
 Act = Callable[[Acting], Awaitable[None]]
 
 
 class Leader:
-    """``run`` until ``stop``. ``act`` runs for ever; what passes by itself starts it anew."""
+    """``run`` until ``stop``. ``act`` runs for ever; what passes by itself starts it anew.
+
+    ``red_after``: seconds without a turn of its loop. ``starting``: why it is not ready before
+    the first one, see ``Acting``.
+    """
 
     def __init__(
-        self, role: str, redis_url: str, registry: CollectorRegistry, host: str, port: int, act: Act
+        self,
+        role: str,
+        redis_url: str,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        act: Act,
+        *,
+        red_after: float = RED_AFTER,
+        starting: str | None = None,
     ) -> None:
         self._role, self._act = role, act
+        self._red_after, self._starting = red_after, starting
         self._host, self._port = host, port
         self._redis: Redis = connect(redis_url)
         self._lease = Lease(self._redis, role)
@@ -85,9 +105,10 @@ class Leader:
                     raise
                 self._trouble = f"{type(error).__name__}: {error}"
                 log.warning("starts anew: %s", self._trouble)
+                await self._redis.connection_pool.disconnect(inuse_connections=False)
             finally:
                 self._acting = None
-            if time.monotonic() - started > RED_AFTER:
+            if time.monotonic() - started > self._red_after:
                 backoff.reset()
             await backoff.wait()
 
@@ -97,7 +118,7 @@ class Leader:
             await asyncio.sleep(TRY_SECONDS)
         clock = RedisClock()
         await clock.synchronise(self._redis)
-        self._acting = Acting(self._redis, self._lease, clock)
+        self._acting = Acting(self._redis, self._lease, clock, self._starting)
         self._trouble = None
         async with asyncio.TaskGroup() as group:
             group.create_task(self._lease.keep(), name="lease")
@@ -116,11 +137,13 @@ class Leader:
     def live(self) -> str | None:
         """Red when the loop has stopped turning."""
         acting = self._acting
-        if acting is not None and time.monotonic() - acting.progress > RED_AFTER:
-            return f"no turn of the loop for {time.monotonic() - acting.progress:.1f} s"
-        return None
+        silent = 0.0 if acting is None else time.monotonic() - acting.progress
+        return f"no turn of the loop for {silent:.1f} s" if silent > self._red_after else None
 
     def ready(self) -> str | None:
+        """Red, too, while Redis or the lease makes trouble; a standby is ready."""
+        if self._acting is not None and self._acting.starting is not None:
+            return self._acting.starting
         return self._trouble or self.live()
 
 

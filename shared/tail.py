@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from redis.asyncio import Redis
 
+from shared.messages import BODY, DecodeError, Message, decode_any
 from shared.redis_client import BLOCK_MS, TRANSIENT, Backoff, patiently
 
 log = logging.getLogger(__name__)
@@ -43,3 +44,20 @@ async def follow(
                 cursors[stream] = entry_id.decode()
                 if fields is not None:
                     yield stream, entry_id.decode(), fields
+
+
+class SampleReader:
+    """Samples of the metrics stream; of damaged ones the first is told, all are passed over."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def read(self, entry_id: str, fields: Fields) -> Message | None:
+        """The sample of an entry; None when it cannot be read."""
+        try:
+            return decode_any(fields.get(BODY, b""))
+        except DecodeError as e:
+            if not self._told:
+                log.error("sample %s cannot be read: %s", entry_id, e)
+                self._told = True
+            return None

@@ -25,12 +25,11 @@ from shared.messages import (
     SuspendTraining,
     TrainSample,
     decode,
-    decode_any,
 )
 from shared.records import ReplicaRecord
 from shared.redis_client import BLOCK_MS, connect_sync, ensure_group, is_missing_group
 from shared.replica_state import State
-from shared.tail import follow
+from shared.tail import SampleReader, follow
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Desk:
         self._context, self._acting = context, acting
         self._wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._told_damaged = False
+        self._samples = SampleReader()
 
     # ------------------------------------------------------------ sessions
 
@@ -111,12 +110,7 @@ class Desk:
                 continue
             if fields.get(b"kind") not in (b"step", b"train"):
                 continue
-            try:
-                self._take(decode_any(fields.get(BODY, b"")))
-            except DecodeError as e:
-                if not self._told_damaged:
-                    log.error("sample %s cannot be read: %s", entry_id, e)
-                    self._told_damaged = True
+            self._take(self._samples.read(entry_id, fields))
 
     def _take(self, sample: object) -> None:
         if isinstance(sample, StepSample):

@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from redis.asyncio import Redis
-
 from services.dispatcher.counters import Counters
 from services.dispatcher.desk import Desk
 from services.dispatcher.entries import Entry, key_of
@@ -41,8 +39,7 @@ from services.dispatcher.settings import DispatcherSettings
 from services.dispatcher.signals import Signals
 from services.dispatcher.watch import ReplicaWatch, Round, Trust, view_of
 from shared import demand
-from shared.clock import RedisClock
-from shared.lease import Lease
+from shared.leader import Acting
 from shared.messages import StepSample
 from shared.replica_state import Refused, State, event, move
 
@@ -57,17 +54,11 @@ Event = Callable[[float], None]
 
 
 class Active:
-    """One run. ``progress`` is the monotonic time of the loop's last turn."""
+    """One run; the loop tells ``acting`` of each of its turns."""
 
-    def __init__(
-        self,
-        redis: Redis,
-        lease: Lease,
-        clock: RedisClock,
-        settings: DispatcherSettings,
-        counters: Counters,
-    ) -> None:
-        self._redis, self._lease, self._clock = redis, lease, clock
+    def __init__(self, acting: Acting, settings: DispatcherSettings, counters: Counters) -> None:
+        redis, lease, clock = acting.redis, acting.lease, acting.clock
+        self._acting, self._redis, self._lease, self._clock = acting, redis, lease, clock
         self._settings, self._counters = settings, counters
         self.desks: dict[str, Desk] = {}
         self._model_of: dict[str, str] = {}  # replica -> model
@@ -77,8 +68,6 @@ class Active:
         self._drained = asyncio.Event()
         self._last = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self.progress = time.monotonic()
-        self.recovered = False
         trust = Trust()
         self._watch = ReplicaWatch(redis, trust)
         self._intake = Intake(
@@ -90,11 +79,9 @@ class Active:
 
     async def run(self) -> None:
         """Recover, then serve until something ends it (always by an exception)."""
-        await self._clock.synchronise(self._redis)
         await self._recover()
         async with asyncio.TaskGroup() as group:
             for task in (
-                self._lease.keep,
                 self._read_requests,
                 self._read_signals,
                 self._watch_replicas,
@@ -122,7 +109,7 @@ class Active:
             self._signals.start_at(oldest)
         claimed = await self._intake.recover()
         self._counters.recovered.inc(claimed)
-        self.recovered = True
+        self._acting.alive()
         in_flight = sum(len(d.flying) for d in self.desks.values())
         log.info(
             "active: %d models, %d replicas, %d requests in flight, %d claimed",
@@ -293,7 +280,7 @@ class Active:
         self._counters.decision.observe(time.perf_counter() - started)
         await self._outbox.flush(list(self.desks.values()))
         self._arm(self._now())
-        self.progress = time.monotonic()
+        self._acting.alive()
 
     def _drain_inbox(self, now: float) -> None:
         inbox = self._inbox

@@ -1,4 +1,4 @@
-"""Once a second: gateways that are gone, completions that no sample told of, the clock."""
+"""Once a second: gateways that are gone, completions that no sample told of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 Report = Callable[[float], None]
 
-SYNCHRONISE_EVERY = 10  # rounds
 OLD_SECONDS = 2.0  # a request in flight longer than this, on a replica with an empty stream, left
 GATEWAY_MISSES = 2
 SWEEP_ROUNDS = 15  # how long late replies to a gateway that is gone are swept up
@@ -36,7 +35,6 @@ class Housekeeping:
         self._empty: dict[str, int] = {}
         self._gateway_misses: dict[str, int] = {}
         self._swept: dict[str, int] = {}
-        self._rounds = 0
 
     def in_sequence(self, sample: StepSample) -> bool:
         """Whether no sample of the replica was missed; one that follows a gap is a suspect."""
@@ -52,9 +50,6 @@ class Housekeeping:
         return False
 
     async def round(self, desks: Mapping[str, Desk]) -> list[Report]:
-        self._rounds += 1
-        if self._rounds % SYNCHRONISE_EVERY == 0:
-            await self._clock.synchronise(self._redis)
         reports = await self._reconcile(desks.values())
         return reports + await self._gateways(desks.values())
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from redis.asyncio import Redis
 
 from shared import names
-from shared.messages import BODY, DecodeError, StepSample, decode
+from shared.messages import StepSample
 from shared.redis_client import BLOCK_MS
-
-log = logging.getLogger(__name__)
+from shared.tail import SampleReader
 
 READ_COUNT = 500
 
@@ -27,7 +25,7 @@ class Signals:
     ) -> None:
         self._redis, self._on_step, self._on_state = redis, on_step, on_state
         self._cursors: dict[str, bytes | str] = {}
-        self._told_damaged = False
+        self._samples = SampleReader()
 
     async def start_now(self) -> None:
         """Read from here on; called before the replicas' streams are looked at."""
@@ -49,16 +47,8 @@ class Signals:
                 if any(fields.get(b"kind") == b"state" for _, fields in entries):
                     self._on_state()
                 continue
-            for _, fields in entries:
+            for entry_id, fields in entries:
                 if fields and fields.get(b"kind", b"step").startswith(b"step"):
-                    self._sample(fields.get(BODY, b""))
-
-    def _sample(self, raw: bytes) -> None:
-        try:
-            sample = decode(raw, StepSample)
-        except DecodeError as e:
-            if not self._told_damaged:
-                log.error("a sample in %s cannot be read: %s", names.METRICS, e)
-                self._told_damaged = True
-            return
-        self._on_step(sample)
+                    sample = self._samples.read(entry_id.decode(), fields)
+                    if isinstance(sample, StepSample):
+                        self._on_step(sample)

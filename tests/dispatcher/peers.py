@@ -177,11 +177,11 @@ async def running(url: str, **settings: Any) -> AsyncIterator[Dispatcher]:
     """A dispatcher in this process, stopped at the end."""
     values = {"policy": "least_loaded", "port": 0} | settings
     dispatcher = Dispatcher(DispatcherSettings(redis_url=url, **values))
-    task = asyncio.create_task(dispatcher.run())
+    task = asyncio.create_task(dispatcher.leader.run())
     try:
         yield dispatcher
     finally:
-        dispatcher.stop()
+        dispatcher.leader.stop()
         await task
 
 

@@ -142,7 +142,8 @@ async def test_a_preempted_request_is_queued_and_released_again(
 async def _use(dispatcher: Dispatcher, policy: _TakesBackOnce) -> None:
     async def open_desk() -> Desk | None:
         active = dispatcher.active
-        return active.desks.get(MODEL) if active is not None and active.recovered else None
+        ready = dispatcher.leader.ready() is None
+        return active.desks.get(MODEL) if active is not None and ready else None
 
     desk = await eventually(open_desk, "the desk is open")
     for view in desk.replicas.values():

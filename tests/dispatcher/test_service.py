@@ -316,14 +316,14 @@ async def test_a_restart_of_redis_is_waited_out(tmp_path: Path) -> None:
         server.kill()
 
         async def red() -> bool:
-            return dispatcher.ready() is not None
+            return dispatcher.leader.ready() is not None
 
         await eventually(red, "red while Redis is away")
         server.start()
         await redis.connection_pool.disconnect()  # the test's own connections died, too
 
         async def green() -> bool:
-            return dispatcher.ready() is None
+            return dispatcher.leader.ready() is None
 
         await eventually(green, "green again")
         assert await replica.finish_all() == ["first"]
@@ -341,10 +341,10 @@ async def test_health_and_metrics_are_served_over_http(
     async with running(redis_server.url) as dispatcher, httpx.AsyncClient() as client:
 
         async def acts() -> bool:
-            return dispatcher.active is not None and dispatcher.ready() is None
+            return dispatcher.active is not None and dispatcher.leader.ready() is None
 
         await eventually(acts, "it acts")
-        base = f"http://127.0.0.1:{dispatcher.port}"
+        base = f"http://127.0.0.1:{dispatcher.leader.port}"
         assert (await client.get(f"{base}/health/live")).status_code == 200
         assert (await client.get(f"{base}/health/ready")).status_code == 200
         assert "collm_dispatcher_active 1.0" in (await client.get(f"{base}/metrics")).text
