@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from services.coordinator import search
 from services.coordinator.search import Demand
 from services.dispatcher.demand_meter import DemandMeter
-from services.launcher.core import (
+from services.launcher.core import Launcher
+from services.launcher.gathering import Proposal
+from services.launcher.terms import (
     Back,
     Decision,
     Join,
-    Launcher,
     Leave,
     Seen,
     SessionSeen,
     ToIdle,
 )
-from services.launcher.gathering import Proposal
 from services.launcher.windows import Load
 from shared.replica_state import State
 from sim.events import tick

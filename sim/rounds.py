@@ -14,7 +14,7 @@ import msgspec
 from services.coordinator import search
 from services.coordinator.goodput import Progress, goodput
 from services.coordinator.search import Demand, Member
-from services.launcher.core import Options
+from services.launcher.terms import Options
 from shared.replica_state import State
 from sim.events import aggregated, trained
 from sim.training import ACCUMULATION, Curve, Trainer

@@ -6,133 +6,39 @@ it knows no Redis and no clock, so the simulator and the tests run the same obje
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from services.launcher import gathering, idle
-from services.launcher.gathering import Holder, Proposal, Rules, Waiting
-from services.launcher.windows import Load, LoadWindow, length, volatility
-
-SERVING, IDLE, COMBINED = "serving", "idle", "combined"
-ARRIVAL_TICKS = 60  # ticks over which lambda-hat and the volatility are taken
-RATE_FLOOR = 1 / 60  # requests per second; lambda-hat is never taken lower
-LEAST_UTILISATION = 0.05  # for estimating a capacity from what a replica did
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Names and defaults as in the table of symbols; lengths in ticks."""
-
-    tick: float = 1.0  # Delta, seconds
-    t0: int = 30
-    t_min: int = 10
-    t_max: int = 120
-    t_back0: int = 30  # T'0
-    decay: float = 0.1
-    floors: idle.Floors = idle.Floors()
-    headroom: float = 0.2
-    rule: str = "guarded"  # "paper" | "guarded"
-    min_participants: int = 3
-    max_wait: float = 300.0
-    least_fall: float = 0.005  # delta
-    patience: int = 2
-
-    @property
-    def rules(self) -> Rules:
-        return Rules(min_participants=self.min_participants, max_wait=self.max_wait)
-
-
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """One live replica at this tick."""
-
-    id: str
-    base: str
-    state: str
-    load: Load | None = None  # of this tick; None: it sent no sample
-    rate: float | None = None  # requests/s at its present (b*, B); None: no latency model
-    rate_training: float | None = None  # requests/s at b*(B0)
-    finished: float = 0.0  # requests it finished in this tick
-    quality: float = 1.0
-    data: Mapping[str, int] = {}
-    fresh: Mapping[str, int] = {}
-    suspended: bool = False  # Combined, but the load left it B = 0
-
-
-class SessionSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that runs: its members and the losses of their rounds."""
-
-    id: str
-    adapter: str
-    base: str
-    clients: tuple[str, ...]
-    losses: Mapping[str, Sequence[float]] = {}  # client -> local loss by round
-    open: bool = True  # new members may join at the next round
-
-
-class ToIdle(msgspec.Struct, frozen=True, kw_only=True):
-    """Serving -> Idle."""
-
-    replica: str
-    why: Mapping[str, float | str]
-
-
-class Back(msgspec.Struct, frozen=True, kw_only=True):
-    """Idle -> Serving: not selected for T' ticks."""
-
-    replica: str
-    why: Mapping[str, float | str]
-
-
-class Join(msgspec.Struct, frozen=True, kw_only=True):
-    """A newly Idle replica with data joins a session at its next round."""
-
-    session: str
-    replica: str
-    why: Mapping[str, float | str]
-
-
-class Leave(msgspec.Struct, frozen=True, kw_only=True):
-    """A client leaves its session and serves again."""
-
-    session: str
-    replica: str
-    why: Mapping[str, float | str]
-
-
-Decision = ToIdle | Back | Proposal | Join | Leave | Waiting
+from services.launcher.books import Books
+from services.launcher.gathering import Holder, Proposal, Waiting
+from services.launcher.terms import (
+    COMBINED,
+    IDLE,
+    SERVING,
+    Back,
+    Decision,
+    Join,
+    Leave,
+    Options,
+    Seen,
+    SessionSeen,
+    ToIdle,
+)
 
 
 class Launcher:
-    """Books of one cluster. ``tick`` is called every ``options.tick`` seconds."""
+    """Of one cluster. ``tick`` is called every ``options.tick`` seconds."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._windows: dict[str, LoadWindow] = {}
-        self._states: dict[str, str] = {}
-        self._idle_ticks: dict[str, int] = {}
-        self._suspended_ticks: dict[str, int] = {}
-        self._arrivals: dict[str, deque[float]] = {}
-        self._throughput: dict[str, deque[float]] = {}
+        self._books = Books(options)
         self._waiting: dict[str, float] = {}  # adapter -> since
         self._groups: dict[str, frozenset[str]] = {}  # adapter -> Idle replicas that wait for it
         self._told: dict[str, str] = {}  # adapter -> what it was last said to wait for
 
     def rate(self, base: str) -> float:
-        """lambda-hat: arrivals per second, EWMA over the last minute, at least the floor."""
-        arrivals = self._arrivals.get(base)
-        if not arrivals:
-            return RATE_FLOOR
-        ages = range(len(arrivals) - 1, -1, -1)
-        weights = [math.exp(-self._options.decay * age) for age in ages]
-        mean = sum(w * a for w, a in zip(weights, arrivals, strict=True)) / sum(weights)
-        return max(RATE_FLOOR, mean / self._options.tick)
-
-    def lengths(self, base: str) -> tuple[int, int]:
-        """(T, T') in ticks at the present volatility of arrivals."""
-        o, cv = self._options, volatility(self._arrivals.get(base, ()))
-        return length(o.t0, cv, o.t_min, o.t_max), length(o.t_back0, cv, o.t_min, o.t_max)
+        """lambda-hat, arrivals per second; see ``Books``."""
+        return self._books.rate(base)
 
     def tick(
         self,
@@ -142,7 +48,7 @@ class Launcher:
         now: float,
     ) -> list[Decision]:
         """All decisions of this tick. ``arrivals`` are requests a base in this tick."""
-        self._note(replicas, arrivals)
+        self._books.note(replicas, arrivals)
         decisions: list[Decision] = [*self._leaving(replicas, sessions)]
         for base in sorted({r.base for r in replicas}):
             own = [r for r in replicas if r.base == base]
@@ -166,39 +72,6 @@ class Launcher:
         back = self._rolling_back(base, replicas, free - taken)
         return [*joins, *idle_now, *gathered, *back]
 
-    # ------------------------------------------------------------ books
-
-    def _note(self, replicas: Sequence[Seen], arrivals: Mapping[str, float]) -> None:
-        for base, count in arrivals.items():
-            self._arrivals.setdefault(base, deque(maxlen=ARRIVAL_TICKS)).append(count)
-        gone = self._states.keys() - {r.id for r in replicas}
-        for name in gone:
-            for book in (
-                self._states,
-                self._windows,
-                self._idle_ticks,
-                self._throughput,
-                self._suspended_ticks,
-            ):
-                book.pop(name, None)
-        for seen in replicas:
-            self._note_one(seen)
-
-    def _note_one(self, seen: Seen) -> None:
-        o = self._options
-        window = self._windows.setdefault(seen.id, LoadWindow(o.t_max, o.decay))
-        if self._states.get(seen.id) != seen.state:
-            window.clear()
-            self._idle_ticks[seen.id] = self._suspended_ticks[seen.id] = 0
-            self._states[seen.id] = seen.state
-        if seen.state == SERVING and seen.load is not None:
-            window.add(seen.load)
-        self._idle_ticks[seen.id] += seen.state == IDLE
-        suspended = seen.state == COMBINED and seen.suspended
-        self._suspended_ticks[seen.id] = self._suspended_ticks[seen.id] + 1 if suspended else 0
-        done = self._throughput.setdefault(seen.id, deque(maxlen=o.t0))
-        done.append(seen.finished)
-
     # ------------------------------------------------------------ idle detection
 
     def _idling(
@@ -210,12 +83,11 @@ class Launcher:
         busy: frozenset[str],
         now: float,
     ) -> list[ToIdle]:
-        window_length, _ = self.lengths(base)
+        window_length, _ = self._books.lengths(base)
         candidates = []
         for seen in replicas:
-            load = self._windows[seen.id].mean(window_length)
-            full = len(self._windows[seen.id]) >= window_length
-            if seen.state == SERVING and full and load is not None:
+            load = self._books.load(seen.id, window_length)
+            if seen.state == SERVING and load is not None:
                 candidates.append(idle.Candidate(id=seen.id, load=load))
         dispatchable = [r for r in replicas if r.state in (SERVING, COMBINED)]
         by_id = {r.id: r for r in replicas}
@@ -232,12 +104,12 @@ class Launcher:
                 now,
             )
             if members is not None:
-                completes[candidate.id] = sum(self._training_rate(by_id[m]) for m in members)
+                completes[candidate.id] = sum(self._books.training_rate(by_id[m]) for m in members)
         verdicts = idle.judge(
             candidates,
-            self._capacities(dispatchable),
+            self._books.capacities(dispatchable),
             floors=self._options.floors,
-            rate=self.rate(base),
+            rate=self._books.rate(base),
             headroom=self._options.headroom,
             guarded=self._options.rule == "guarded",
             completes=completes,
@@ -247,32 +119,6 @@ class Launcher:
             for v in verdicts
             if v.idle
         ]
-
-    def _capacities(self, dispatchable: Sequence[Seen]) -> list[idle.Capacity]:
-        """One a replica; a replica of which nothing is known counts like the others' mean."""
-        rates = {r.id: self._capacity(r) for r in dispatchable}
-        known = [rate for rate in rates.values() if not math.isinf(rate)]
-        usual = sum(known) / len(known) if known else math.inf
-        return [
-            idle.Capacity(id=name, rate=usual if math.isinf(rate) else rate)
-            for name, rate in rates.items()
-        ]
-
-    def _capacity(self, seen: Seen) -> float:
-        """Requests per second: by its latency model, else by what it did at its utilisation."""
-        if seen.rate is not None:
-            return seen.rate
-        done, window = self._throughput.get(seen.id), self._windows[seen.id]
-        load = window.mean(len(window)) if len(window) else None
-        if load is None or load.utilisation < self._options.floors.utilisation:
-            return math.inf  # hardly anything is asked of it: nothing is known against it
-        if not done:
-            return 0.0
-        per_second = sum(done) / len(done) / self._options.tick
-        return per_second / max(load.utilisation, LEAST_UTILISATION)
-
-    def _training_rate(self, seen: Seen) -> float:
-        return self._capacity(seen) / 2 if seen.rate_training is None else seen.rate_training
 
     # ------------------------------------------------------------ sessions
 
@@ -322,8 +168,7 @@ class Launcher:
         before = self._groups.get(waiting.adapter, frozenset())
         members = frozenset(waiting.idle)
         if members - before:
-            for member in members:
-                self._idle_ticks[member] = 0
+            self._books.begin_idle(members)
         self._groups[waiting.adapter] = members
 
     def _joining(
@@ -355,25 +200,25 @@ class Launcher:
                     }
                     leaves.append(Leave(session=session.id, replica=client, why=why))
                 elif client in by_id and self._long_suspended(by_id[client]):
-                    why = {"suspended_ticks": float(self._suspended_ticks[client])}
+                    why = {"suspended_ticks": float(self._books.suspended_ticks(client))}
                     leaves.append(Leave(session=session.id, replica=client, why=why))
         return leaves
 
     def _long_suspended(self, seen: Seen) -> bool:
         """Load has kept its training at B = 0 for T' ticks: it had better serve alone."""
-        return self._suspended_ticks.get(seen.id, 0) >= self.lengths(seen.base)[1]
+        return self._books.suspended_ticks(seen.id) >= self._books.lengths(seen.base)[1]
 
     def _rolling_back(
         self, base: str, replicas: Sequence[Seen], free: frozenset[str]
     ) -> list[Back]:
-        _, patience = self.lengths(base)
+        _, patience = self._books.lengths(base)
         return [
             Back(
                 replica=r.id,
-                why={"idle_ticks": float(self._idle_ticks[r.id]), "T_back": float(patience)},
+                why={"idle_ticks": float(self._books.idle_ticks(r.id)), "T_back": float(patience)},
             )
             for r in replicas
-            if r.id in free and r.state == IDLE and self._idle_ticks[r.id] >= patience
+            if r.id in free and r.state == IDLE and self._books.idle_ticks(r.id) >= patience
         ]
 
 

@@ -9,16 +9,16 @@ import msgspec
 import orjson
 from redis.asyncio import Redis
 
-from services.launcher.core import Seen, SessionSeen
 from services.launcher.settings import LauncherSettings
+from services.launcher.terms import Seen, SessionSeen
 from services.launcher.windows import Load
 from shared import demand, names, sessions
 from shared.adapters import AdapterRegistry
 from shared.demand import ModelDemand
 from shared.latency import LatencyModel
-from shared.messages import BODY, DecodeError, StepSample, UtilSample, decode_any
+from shared.messages import StepSample, UtilSample
 from shared.records import ReplicaRecord
-from shared.tail import follow
+from shared.tail import SampleReader, follow
 
 log = logging.getLogger(__name__)
 
@@ -43,19 +43,14 @@ class Observer:
         self._finished: dict[str, int] = {}
         self._lengths: dict[str, tuple[float, float]] = {}  # base -> mean prompt, output
         self._inside: dict[str, int] = {}  # base -> requests in the system at the last tick
-        self._told_damaged = False
+        self._samples = SampleReader()
 
     async def watch(self) -> None:
         """Follow the metrics stream until cancelled."""
         async for _, entry_id, fields in follow(self._redis, [names.METRICS]):
             if fields.get(b"kind") not in (b"util", b"step"):
                 continue
-            try:
-                self._take(decode_any(fields.get(BODY, b"")))
-            except DecodeError as e:
-                if not self._told_damaged:
-                    log.error("sample %s cannot be read: %s", entry_id, e)
-                    self._told_damaged = True
+            self._take(self._samples.read(entry_id, fields))
 
     def _take(self, sample: object) -> None:
         if isinstance(sample, UtilSample):

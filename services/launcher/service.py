@@ -9,10 +9,11 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from services.launcher.core import Back, Decision, Join, Launcher, Leave, ToIdle
+from services.launcher.core import Launcher
 from services.launcher.gathering import Proposal, Waiting
 from services.launcher.observer import LIVE, Observer, Picture
 from services.launcher.settings import LauncherSettings
+from services.launcher.terms import Back, Decision, Join, Leave, ToIdle
 from shared import sessions
 from shared.adapters import AdapterRegistry
 from shared.leader import Acting

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from services.launcher.core import Options
 from services.launcher.idle import Floors
+from services.launcher.terms import Options
 from shared.settings import Settings
 
 

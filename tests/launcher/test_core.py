@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.launcher.core import (
+from services.launcher.core import Launcher
+from services.launcher.gathering import Proposal, Waiting, converged
+from services.launcher.idle import Candidate, Capacity, Floors, judge
+from services.launcher.terms import (
     Back,
     Decision,
     Join,
-    Launcher,
     Leave,
     Options,
     Seen,
     SessionSeen,
     ToIdle,
 )
-from services.launcher.gathering import Proposal, Waiting, converged
-from services.launcher.idle import Candidate, Capacity, Floors, judge
 from services.launcher.windows import Load
 
 OPTIONS = Options(t0=5, t_min=3, t_max=20, t_back0=4)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.dispatcher.policies.registry import POLICIES
-from services.launcher.core import Options
+from services.launcher.terms import Options
 from shared.slo import Slo
 from sim import report, what_if
 from sim.replica import Batching
