@@ -36,7 +36,6 @@ REFUSED = (
     "alora_invocation_tokens",
 )
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.\w+)?\.weight")
-_LAYER = re.compile(r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:\w+\.)?(?P<name>\w+)$")
 
 
 @dataclass(frozen=True)
@@ -188,9 +187,3 @@ def _lora(
         if not bool(torch.isfinite(tensor).all()):
             raise AdapterError(f"{source}: {name} holds NaN or infinite values")
     return Lora(parts["A"].float(), parts["B"].float(), spec.scale(module, rank))
-
-
-def layer_and_name(module: str) -> tuple[int, str] | None:
-    """``model.layers.3.mlp.up_proj`` -> (3, "up_proj")."""
-    match = _LAYER.search(module)
-    return None if match is None else (int(match["layer"]), match["name"])

@@ -23,7 +23,6 @@ from transformers.utils import logging as transformers_logging
 # byte-level pattern; transformers' own conversion leaves the digits out, which changes the ids
 # of every number.
 DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
-_SPECIAL = ("bos", "eos", "unknown", "padding")
 
 
 def convert(source: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -10,7 +10,6 @@ training share the pages, and a stray write in one stays in that process.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -22,8 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
+
+from services.replica import checkpoint
+from services.replica.checkpoint import WeightsError
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +38,6 @@ GROUPS = {
 }
 _DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 _NAMES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-class WeightsError(ValueError):
-    """A checkpoint cannot be used: names the file and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -119,43 +117,12 @@ def open_fused(
     """
     folder, chosen = Path(folder), resolve_dtype(dtype)
     target = Path(cache or folder) / f"fused-{str(chosen).removeprefix('torch.')}.safetensors"
-    fingerprint = _fingerprint(folder)
+    fingerprint = checkpoint.fingerprint(folder, FORMAT)
     if not _is_current(target, fingerprint):
         with _lock(target):
             if not _is_current(target, fingerprint):
                 _write(folder, target, chosen, fingerprint)
     return _map(target, chosen)
-
-
-def _sources(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files, in order."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError) as e:
-            raise WeightsError(f"{index}: no valid index ({e})") from e
-        files = [folder / name for name in names]
-    else:
-        files = [single]
-    for file in files:
-        if not file.is_file():
-            raise WeightsError(
-                f"{file}: no such file; a model folder needs config.json, tokenizer.json and "
-                "its weights as safetensors (pickled weights are refused)"
-            )
-    return files
-
-
-def _fingerprint(folder: Path) -> str:
-    """Changes when a file of the checkpoint changes (name, size, time of last write)."""
-    parts = [FORMAT]
-    for file in [*_sources(folder), folder / "config.json"]:
-        if not file.is_file():
-            raise WeightsError(f"{file}: no such file")
-        status = file.stat()
-        parts.append(f"{file.name}:{status.st_size}:{status.st_mtime_ns}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _is_current(target: Path, fingerprint: str) -> bool:
@@ -190,36 +157,6 @@ def _lock(target: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The model's config.json. Raises WeightsError when it is no JSON object."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise WeightsError(f"{path}: cannot be read ({e.strerror})") from e
-    except ValueError as e:  # UnicodeDecodeError and JSONDecodeError are both one
-        raise WeightsError(f"{path}: no JSON ({e}); fetch the model again") from e
-    if not isinstance(config, dict):
-        raise WeightsError(f"{path}: a JSON object expected")
-    return config
-
-
-def _shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Name -> (file, shape) of every tensor that is stored; a tied output layer is left out."""
-    tied = bool(read_config(folder).get("tie_word_embeddings"))
-    found = {}
-    for file in _sources(folder):
-        try:
-            with safe_open(file, "pt") as reader:
-                for name in reader.keys():  # noqa: SIM118
-                    found[name] = (file, tuple(reader.get_slice(name).get_shape()))
-        except SafetensorError as e:
-            raise WeightsError(f"{file}: damaged safetensors file ({e}); fetch it again") from e
-    if tied and "model.embed_tokens.weight" in found:
-        found.pop("lm_head.weight", None)
-    return found
 
 
 def group_of(name: str) -> tuple[str, tuple[str, ...]] | None:
@@ -271,7 +208,7 @@ def _layout(
 
 def _write(folder: Path, target: Path, dtype: torch.dtype, fingerprint: str) -> None:
     """Write the whole file beside its place, then rename it: readers see all of it or nothing."""
-    shapes = _shapes(folder)
+    shapes = checkpoint.shapes(folder)
     slots, _ = _layout(shapes, dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "source": fingerprint}}
     for slot in slots:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from services.replica.engines.torch.config import read_config
-from services.replica.engines.torch.native import NativeBackend, NoKernels
+from services.replica.engines.torch.library import NoKernels
+from services.replica.engines.torch.native import NativeBackend
 from services.replica.engines.torch.reference import TorchBackend
 from services.replica.engines.torch.step import Step
 from services.replica.weights import open_fused

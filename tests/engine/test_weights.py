@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.replica.weights import WeightsError, open_fused
+from services.replica.checkpoint import WeightsError
+from services.replica.weights import open_fused
 from tests import tiny
 
 

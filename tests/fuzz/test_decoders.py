@@ -19,8 +19,9 @@ from loadgen.trace import read as read_trace
 from services.dispatcher.entries import BadEntry
 from services.dispatcher.entries import parse as parse_entry
 from services.replica.adapters import read_folder
+from services.replica.checkpoint import WeightsError
 from services.replica.engines.base import AdapterError
-from services.replica.weights import WeightsError, open_fused
+from services.replica.weights import open_fused
 from shared import entries
 from shared.adapter_files import BadFolder, BadName, check_name, read_card
 from shared.messages import DecodeError, Generate, Sampling, decode_any, encode

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from services.replica.checkpoint import WeightsError
 from services.replica.gpu import device_index
-from services.replica.weights import WeightsError, resolve_device, resolve_dtype
+from services.replica.weights import resolve_device, resolve_dtype
 
 
 def test_a_named_cpu_is_taken_even_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from services.replica.engines.torch.config import (
     raw_config,
     read_config,
 )
-from services.replica.engines.torch.native import NativeBackend, NoKernels
+from services.replica.engines.torch.library import NoKernels
+from services.replica.engines.torch.native import NativeBackend
 from services.replica.engines.torch.other import TransformersBackend
 from services.replica.engines.torch.reference import TorchBackend
 from services.replica.engines.torch.step import Backend
