@@ -1,9 +1,9 @@
 """The adapter registry: which adapters exist, their versions, which one is current.
 
 In Redis a hash ``adapter:<name>``, a hash of its versions, and the set of all names; the tensors
-lie on disk (``shared.adapter_files``). Every change is one Lua script that also writes to
-``events``; publishing a version twice changes nothing, so that a restarted coordinator cannot
-aggregate twice.
+lie on disk (``shared.adapter_files``). Every change is one Lua script (``shared.adapter_scripts``)
+that also writes to ``events``; publishing a version twice changes nothing, so that a restarted
+coordinator cannot aggregate twice.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import orjson
 from redis.asyncio import Redis
 
 from shared import adapter_files, names
+from shared.adapter_scripts import FORGET, MAKE_CURRENT, PUBLISH, REGISTER, SET_FIELD
 from shared.replica_state import EVENTS_MAXLEN
 
 
@@ -75,74 +76,6 @@ class Unknown(KeyError):
         return str(self.args[0])
 
 
-_EVENT = """
-local function tell(kind, name, version, why)
-  local now = redis.call('TIME')
-  redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[1], '*', 'kind', kind, 'adapter', name,
-             'version', version, 'why', why, 'time',
-             now[1] .. '.' .. string.format('%06d', now[2]))
-end
-"""
-# KEYS: adapter hash, versions hash, events, set of adapters. ARGV[1] events length, [2] name.
-_REGISTER = (
-    _EVENT
-    + """
-local base = redis.call('HGET', KEYS[1], 'base')
-if base then return {0, base, redis.call('HGET', KEYS[1], 'tenant') or ''} end
-local now = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'created', now[1] .. '.' .. string.format('%06d', now[2]),
-           unpack(ARGV, 3))
-redis.call('SADD', KEYS[4], ARGV[2])
-tell('adapter_registered', ARGV[2], '', '')
-return {1, '', ''}
-"""
-)
-# [3] version, [4] entry, [5] promote, [6] expected current or '*', [7] quality, [8] why
-_PUBLISH = (
-    _EVENT
-    + """
-if redis.call('EXISTS', KEYS[1]) == 0 then return {-2, ''} end
-local current = redis.call('HGET', KEYS[1], 'current') or ''
-if redis.call('HEXISTS', KEYS[2], ARGV[3]) == 1 then return {0, current} end
-if ARGV[6] ~= '*' and current ~= ARGV[6] then return {-1, current} end
-redis.call('HSET', KEYS[2], ARGV[3], ARGV[4])
-if ARGV[5] == '1' then
-  redis.call('HSET', KEYS[1], 'current', ARGV[3], 'quality', ARGV[7])
-  tell('adapter_published', ARGV[2], ARGV[3], ARGV[8])
-else
-  tell('adapter_kept', ARGV[2], ARGV[3], ARGV[8])
-end
-return {1, current}
-"""
-)
-# [3] version, [4] quality, [5] why
-_MAKE_CURRENT = (
-    _EVENT
-    + """
-if redis.call('HEXISTS', KEYS[2], ARGV[3]) == 0 then return 0 end
-redis.call('HSET', KEYS[1], 'current', ARGV[3], 'quality', ARGV[4])
-tell('adapter_rollback', ARGV[2], ARGV[3], ARGV[5])
-return 1
-"""
-)
-# [3] '' for the whole adapter or a version, [4] why
-_FORGET = (
-    _EVENT
-    + """
-if ARGV[3] == '' then
-  local found = redis.call('DEL', KEYS[1], KEYS[2])
-  redis.call('SREM', KEYS[4], ARGV[2])
-  if found > 0 then tell('adapter_forgotten', ARGV[2], '', ARGV[4]) end
-  return found
-end
-if redis.call('HGET', KEYS[1], 'current') == ARGV[3] then return -1 end
-local found = redis.call('HDEL', KEYS[2], ARGV[3])
-if found > 0 then tell('adapter_version_forgotten', ARGV[2], ARGV[3], ARGV[4]) end
-return found
-"""
-)
-
-
 class AdapterRegistry:
     """Reads and changes the registry; one object a process. Disk work runs in a thread."""
 
@@ -178,7 +111,7 @@ class AdapterRegistry:
             "quality": "1.0",
         }
         flat = [item for pair in fields.items() for item in pair]
-        made, found_base, found_tenant = await self._run(_REGISTER, name, *flat)
+        made, found_base, found_tenant = await self._run(REGISTER, name, *flat)
         if made == 0 and found_tenant.decode() != tenant:
             raise Conflict(f"adapter {name!r} exists and belongs to another tenant")
         if made == 0 and found_base.decode() != base:
@@ -205,7 +138,7 @@ class AdapterRegistry:
             entry = msgspec.structs.replace(entry, created=seconds + micros / 1e6)
         entry = msgspec.structs.replace(entry, promoted=promote)
         done, current = await self._run(
-            _PUBLISH,
+            PUBLISH,
             name,
             entry.version,
             msgspec.json.encode(entry),
@@ -234,7 +167,7 @@ class AdapterRegistry:
                 raise Conflict(f"adapter {name!r} has no earlier version to go back to")
             to = current.parent
         entry = await self.version(name, to)
-        if not await self._run(_MAKE_CURRENT, name, to, str(entry.quality), why):
+        if not await self._run(MAKE_CURRENT, name, to, str(entry.quality), why):
             raise Unknown(f"adapter {name!r} has no version {to!r}")
         return entry
 
@@ -254,11 +187,7 @@ class AdapterRegistry:
         await self._set(name, "trained", orjson.dumps(samples))
 
     async def _set(self, name: str, field: str, value: bytes) -> None:
-        script = (
-            "if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end "
-            "redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) return 1"
-        )
-        if not await self._redis.eval(script, 1, names.adapter(name), field, value):
+        if not await self._redis.eval(SET_FIELD, 1, names.adapter(name), field, value):
             raise Unknown(f"no adapter {name!r} is registered")
 
     async def all(self, *, tenant: str | None = None, base: str | None = None) -> list[Adapter]:
@@ -301,13 +230,13 @@ class AdapterRegistry:
 
     async def forget(self, name: str, *, why: str = "") -> bool:
         """Remove an adapter, its versions and its files; False: there was none."""
-        found = await self._run(_FORGET, name, "", why)
+        found = await self._run(FORGET, name, "", why)
         await asyncio.to_thread(adapter_files.remove, self.data_dir, name)
         return bool(found)
 
     async def forget_version(self, name: str, version: str, *, why: str = "") -> bool:
         """Remove one version and its files. Raises Conflict for the current one."""
-        found = await self._run(_FORGET, name, version, why)
+        found = await self._run(FORGET, name, version, why)
         if found == -1:
             raise Conflict(f"version {version!r} of adapter {name!r} is current: it stays")
         await asyncio.to_thread(adapter_files.remove, self.data_dir, name, version)

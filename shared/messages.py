@@ -214,9 +214,16 @@ class SuspendTraining(
     wanted: bool
 
 
-DispatcherCommand = Cancel
-ReplicaCommand = Cancel | Configure | LoadAdapter | UnloadAdapter | StoreData | DeleteData | Drain
-CoordinatorCommand = SuspendTraining
+Command = (
+    Cancel
+    | Configure
+    | LoadAdapter
+    | UnloadAdapter
+    | StoreData
+    | DeleteData
+    | Drain
+    | SuspendTraining
+)
 
 # ---------------------------------------------------------------- metrics
 
@@ -302,25 +309,7 @@ class QualitySample(Message, frozen=True, kw_only=True, tag="quality_sample", om
 
 Metric = StepSample | TrainSample | UtilSample | QualitySample
 
-Any_ = (
-    Generate
-    | Batch
-    | StepReply
-    | Failed
-    | Lost
-    | Cancel
-    | Configure
-    | LoadAdapter
-    | UnloadAdapter
-    | StoreData
-    | DeleteData
-    | Drain
-    | SuspendTraining
-    | StepSample
-    | TrainSample
-    | UtilSample
-    | QualitySample
-)
+Any_ = Generate | Batch | Reply | Command | Metric
 
 M = TypeVar("M", bound=Message)
 
