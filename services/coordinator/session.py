@@ -17,13 +17,12 @@ from services.coordinator.checking import Check, check
 from services.coordinator.context import Context
 from services.coordinator.jobs import JobFailed, job_id
 from services.coordinator.opening import Opening
-from services.coordinator.report import Outcome, tell_round
+from services.coordinator.publishing import publish
 from services.coordinator.settings import BadOptions
 from services.coordinator.training import Training, restored, stored
-from shared import blobs, sessions
+from shared import sessions
 from shared.adapter_files import BadFolder, BadName
-from shared.adapters import AdapterVersion, Conflict, Unknown
-from shared.quality import after_round, weighted_mean
+from shared.adapters import Conflict, Unknown
 from shared.replica_state import State
 from shared.rounds import AggregateResult, RoundResult
 from shared.sessions import Phase, Session
@@ -252,64 +251,9 @@ class SessionRun:
     async def _publish(
         self, results: dict[str, RoundResult], made: AggregateResult, checked: Check
     ) -> None:
-        """Version t+1 into the registry and onto all replicas; the books of the session."""
-        s, context, opening = self._session, self._context, self._opening
-        loss = weighted_mean([(r.loss, r.examples) for r in results.values()])
-        before = s.loss
-        if before is None:
-            before = weighted_mean([(r.first_loss, r.examples) for r in results.values()])
-        parent = await context.registry.version(s.adapter, s.parent)
-        entry = AdapterVersion(
-            version=s.version,
-            path=made.path,
-            parent=s.parent,
-            quality=after_round(parent.quality, before, loss),
-            round=s.round,
-            session=s.id,
-            heldout_ce=checked.after,
-            loss=loss,
-            note=checked.why,
-        )
-        promoted = await self._enter(entry, checked)
-        if promoted:
-            serving = [r.id for r in (await context.cluster.live()).values() if r.model == s.base]
-            await context.cluster.announce(s.adapter, entry, serving)
-            await context.registry.prune(s.adapter, context.settings.keep_versions)
-        await blobs.delete(context.redis, *(r.blob for r in results.values() if r.blob))
-        await tell_round(
-            context,
-            s,
-            Outcome(results, made, checked, entry, promoted, loss, opening.options.max_rounds),
-            opening.spent(s),
-        )
-        losses = {
-            c: (*s.losses.get(c, ()), r.loss) for c, r in results.items() if r.loss is not None
-        }
-        self._session = replace(
-            s,
-            phase=Phase.OPEN,
-            done=s.done + 1,
-            missed=0,
-            kept_back=0 if promoted else s.kept_back + 1,
-            loss=loss if loss is not None else s.loss,
-            losses={**s.losses, **losses},
-            heldout=checked.after_of if promoted else checked.before_of,
-            results={},
-        )
+        context, opening = self._context, self._opening
+        self._session = await publish(context, opening, self._session, results, made, checked)
         await context.save(self._session)
-
-    async def _enter(self, entry: AdapterVersion, checked: Check) -> bool:
-        """Into the registry; False when it is kept without being promoted."""
-        s, registry = self._session, self._context.registry
-        if not checked.good:
-            await registry.publish(s.adapter, entry, promote=False, why=checked.why)
-            return False
-        try:
-            await registry.publish(s.adapter, entry, expected=s.parent, why=checked.why)
-        except Conflict as e:  # somebody rolled back or loaded another version meanwhile
-            await registry.publish(s.adapter, entry, promote=False, why=str(e))
-            return False
-        return (await registry.version(s.adapter, entry.version)).promoted
 
     # ------------------------------------------------------------ end
 
