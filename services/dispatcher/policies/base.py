@@ -32,13 +32,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tpot: float | None = None  # seconds per output token
     attempt: int = 1
 
-    @property
-    def slo_class(self) -> tuple[float | None, float | None, float | None]:
-        """Limits relative to arrival (rounded to a ms): requests of one class share a stream."""
-        e2e = None if self.deadline is None else round(self.deadline - self.arrival, 3)
-        ttft = None if self.ttft_deadline is None else round(self.ttft_deadline - self.arrival, 3)
-        return (e2e, ttft, self.tpot)
-
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     """A replica as a policy sees it; a new one is told whenever something changed."""
