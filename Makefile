@@ -78,7 +78,7 @@ soak: $(STAMP) ## steady load; memory, descriptors, streams, keys watched: MINUT
 	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),30) $(ARGS)
 
 fuzz: $(STAMP) ## random bytes into every decoder, stream and route: EXAMPLES=10000 each
-	FUZZ_EXAMPLES=$(or $(EXAMPLES),10000) $(BIN)/python -m pytest -q tests/fuzz $(ARGS)
+	FUZZ_EXAMPLES=$(or $(EXAMPLES),10000) $(BIN)/python -m pytest -q --timeout 3600 tests/fuzz $(ARGS)
 
 generate: $(STAMP) ## what is written from the code: configuration page, Grafana dashboards
 	$(BIN)/python -m tools.configuration
