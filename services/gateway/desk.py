@@ -44,11 +44,11 @@ class Desk:
 
     def open(self, answer: Answer, exchange: Exchange) -> None:
         """Send an answer's requests on their way."""
+        self._outbox.submit(answer.choices)  # first: what it refuses leaves nothing here
         for choice in answer.choices:
             self._choices[choice.id] = choice
         self._open[answer.id] = (answer, exchange)
         answer.task = asyncio.current_task()
-        self._outbox.submit(answer.choices)
 
     def close(self, answer: Answer) -> None:
         """Nobody waits any more: what still runs is cancelled."""

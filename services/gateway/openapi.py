@@ -172,6 +172,7 @@ def _narrow(schema: dict[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> N
         "top_k": {"minimum": -1},
         "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 10},
         "n": {"minimum": 1},
+        "priority": {"minimum": -params.PRIORITIES, "maximum": params.PRIORITIES},
         "seed": {"minimum": -params.SEEDS, "maximum": params.SEEDS - 1},
         **{n: {"minimum": 1} for n in ("max_tokens", "max_completion_tokens", "max_output_tokens")},
     }

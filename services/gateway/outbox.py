@@ -50,6 +50,7 @@ _PER_ENTRY = str(2 * len(FIELDS))
 CONTROL_MAXLEN = 100_000
 
 Argument = str | bytes
+_Group = tuple[list[Choice], list[Argument]]  # an answer's choices, and what is sent of them
 
 
 class Outbox:
@@ -68,7 +69,7 @@ class Outbox:
         self._redis = redis
         self._limit, self._retry_after = str(queue_limit), retry_after
         self._on_refused, self._on_unknown = on_refused, on_unknown
-        self._new: dict[str, list[list[Choice]]] = {}  # model -> answers
+        self._new: dict[str, list[_Group]] = {}  # model -> answers
         self._again: dict[str, list[Generate]] = {}  # model -> continuations
         self._cancels: list[tuple[str, str]] = []  # model, request id
         self._unsent_cancels: list[tuple[str, str]] = []  # Redis was away; safe to repeat
@@ -77,8 +78,14 @@ class Outbox:
         self._idle.set()
 
     def submit(self, choices: list[Choice]) -> None:
-        """Queue an answer's choices (all of one model)."""
-        self._new.setdefault(choices[0].request.model, []).append(choices)
+        """Queue an answer's choices (all of one model).
+
+        Encoded here, so that one that cannot be is its caller's error and nobody else's.
+        """
+        arguments: list[Argument] = [str(len(choices))]
+        for choice in choices:
+            arguments.extend(request_values(choice.request))
+        self._new.setdefault(choices[0].request.model, []).append((choices, arguments))
         self._wake()
 
     def resubmit(self, request: Generate) -> None:
@@ -118,8 +125,9 @@ class Outbox:
         again, self._again = self._again, {}
         cancels, self._cancels = self._cancels, []
         pipe = self._redis.pipeline(transaction=False)
-        for model, answers in new.items():
-            pipe.eval(_ADD, 1, names.requests(model), *self._arguments(self._limit, answers))
+        for model, groups in new.items():
+            arguments = [argument for _, own in groups for argument in own]
+            pipe.eval(_ADD, 1, names.requests(model), self._limit, _PER_ENTRY, *arguments)
         for model, requests in again.items():
             pipe.eval(_ADD, 1, names.requests(model), *_continuations(requests))
         for model, request in cancels:
@@ -137,22 +145,14 @@ class Outbox:
             return
         self._settle(new, results)
 
-    def _arguments(self, limit: str, answers: list[list[Choice]]) -> list[Argument]:
-        arguments: list[Argument] = [limit, _PER_ENTRY]
-        for choices in answers:
-            arguments.append(str(len(choices)))
-            for choice in choices:
-                arguments.extend(request_values(choice.request))
-        return arguments
-
-    def _settle(self, new: dict[str, list[list[Choice]]], results: list[Any]) -> None:
-        """Tell the answers that were refused; an error reply refuses its whole group."""
-        for answers, result in zip(new.values(), results, strict=False):
+    def _settle(self, new: dict[str, list[_Group]], results: list[Any]) -> None:
+        """Tell the answers that were refused; an error reply refuses a model's all."""
+        for groups, result in zip(new.values(), results, strict=False):
             if isinstance(result, Exception):
-                for choices in answers:
+                for choices, _ in groups:
                     _fail(choices, self._refusal(result))
                 continue
-            for choices, added in zip(answers, result, strict=True):
+            for (choices, _), added in zip(groups, result, strict=True):
                 if not added:
                     self._on_refused()
                     _fail(choices, overloaded("the queue is full", self._retry_after))

@@ -14,6 +14,7 @@ from shared.slo import Slo
 MAX_STOPS = 4
 LONGEST_STOP = 1000  # characters
 SEEDS = 1 << 63
+PRIORITIES = 1_000_000  # least and greatest
 SLO_HEADERS = (
     (b"x-slo-ttft-ms", "ttft_ms"),
     (b"x-slo-tpot-ms", "tpot_ms"),
@@ -50,6 +51,8 @@ def check(request: Parameters) -> None:
         raise bad_value("repetition_penalty", "repetition_penalty must lie in (0, 10]")
     if request.seed is not None and not -SEEDS <= request.seed < SEEDS:
         raise bad_value("seed", "seed must be a 64-bit integer")
+    if not -PRIORITIES <= request.priority <= PRIORITIES:
+        raise bad_value("priority", f"priority must lie between -{PRIORITIES} and {PRIORITIES}")
     if request.n is not None and request.n < 1:
         raise bad_value("n", f"n must be at least 1, got {request.n}")
     if request.stream_options is not None and not request.stream:
@@ -113,7 +116,7 @@ def sampling(
         min_tokens=request.min_tokens,
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=max(0, request.top_k or 0),
+        top_k=min(max(0, request.top_k or 0), vocabulary),
         min_p=request.min_p or 0.0,
         repetition_penalty=request.repetition_penalty or 1.0,
         presence_penalty=request.presence_penalty or 0.0,

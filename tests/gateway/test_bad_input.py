@@ -48,6 +48,8 @@ BAD_CHATS = [
     ({**CHAT, "top_p": 0}, "top_p"),
     ({**CHAT, "top_k": -2}, "top_k"),
     ({**CHAT, "seed": 1 << 70}, "seed"),
+    ({**CHAT, "priority": 1 << 70}, "priority"),
+    ({**CHAT, "priority": -(1 << 70)}, "priority"),
     ({**CHAT, "stop": ["a"] * 5}, "stop"),
     ({**CHAT, "stop": ""}, "stop"),
     ({**CHAT, "stop_token_ids": [100000]}, "stop_token_ids"),

@@ -58,6 +58,15 @@ async def test_usage_comes_in_a_last_chunk_without_choices_when_asked_for(served
     assert all(c.usage is None and "usage" in c.model_fields_set for c in chunks[:-1])
 
 
+async def test_top_k_beyond_every_message_format_means_the_whole_vocabulary(served: Served):
+    """2^70 once ended the gateway: no encoder takes it."""
+    reply = await served.http.post(
+        "/v1/chat/completions", json={"model": MODEL, "messages": HELLO, "top_k": 1 << 70}
+    )
+    assert reply.status_code == 200
+    assert 0 < served.answerer.seen[0].sampling.top_k < 1 << 20
+
+
 async def test_n_choices_are_n_requests_with_seeds_of_their_own(served: Served):
     answer = await served.openai.chat.completions.create(model=MODEL, messages=HELLO, n=3, seed=7)
     assert [c.index for c in answer.choices] == [0, 1, 2]
