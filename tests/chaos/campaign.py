@@ -25,7 +25,7 @@ from redis.exceptions import RedisError
 from shared import names, sessions
 from shared.adapter_files import read_card
 from shared.adapters import AdapterRegistry, AdapterVersion
-from shared.redis_client import TRANSIENT, connect
+from shared.redis_client import TRANSIENT, connect, patiently
 from tests.chaos import faults, model
 from tests.chaos.clock import NoCompiler, SteppedClock
 from tests.chaos.judge import Verdict, adapters_load, judge
@@ -189,7 +189,8 @@ class Campaign:
             load.stop()
             await running
         await asyncio.to_thread(system.await_drained, CALM_SECONDS)
-        self._keys.append(int(await redis.dbsize()))
+        # The last fault may have cut this very connection.
+        self._keys.append(await patiently(redis.dbsize, "counting keys", give_up_after=30))
         folders = await _folders(redis, system)
         self._published, self._illegal = await _rounds(redis)
         await redis.aclose()
