@@ -95,6 +95,7 @@ class Reader:
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
+            preexec_fn=hears_ctrl_c,
         ) as process:
             os.close(theirs)
             try:
@@ -110,6 +111,11 @@ class Reader:
                 os.close(ours)
         assert code in (0, 130, -signal.SIGINT), (command, code, shown)
         return shown.decode("utf-8", "replace")
+
+
+def hears_ctrl_c() -> None:
+    """What runs in a shell's background is started with Ctrl-C ignored, and so are its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def find(word: str, language: str = "sh") -> tuple[str, str]:

@@ -202,7 +202,13 @@ def test_a_stopped_finetune_gives_the_replica_back(
     command = [sys.executable, "-m", "collm", "finetune", "--adapter", "long", "--steps", "100000"]
     command += ["--data", str(file), "--redis", replica.url, "--data-dir", str(replica.home)]
     key = f"collm:replica:{REPLICA}"
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        # what runs in a shell's background, as this suite may, is started with it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         assert process.stderr is not None
         for line in process.stderr:  # what it tells; its end would be a failure
             if line.startswith("step "):
