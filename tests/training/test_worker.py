@@ -13,6 +13,7 @@ import torch
 from rq.command import send_stop_job_command
 from rq.serializers import JSONSerializer
 from safetensors.numpy import load as load_arrays
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from collm.redis_server import RedisServer
@@ -48,16 +49,16 @@ def parent(worker: TrainingProcess) -> str:
 
 def test_a_round_trains_publishes_and_reports(worker: TrainingProcess, parent: str) -> None:
     reader = ShadowReader(Path(worker.config.shadow), verify=True)
-    job = worker.round_job(parent, session="a", publish="every_step")
+    job = worker.round_job(parent, session="a", publish="every_step", round=70)
     result = worker.result(worker.call(rounds.LOCAL_ROUND, job), rounds.RoundResult)
     assert (result.steps, result.examples, result.micro_steps) == (4, 16, 8)
     assert result.last_loss < result.first_loss
     assert result.heldout_after < result.heldout_before
     assert result.noise_scale > 0
     assert result.started <= result.first_step <= result.started + result.seconds
-    assert result.published[-1] == "r1.s4.r0"
+    assert result.published[-1] == "r70.s4.r0"
     [served] = reader.poll()
-    assert (served.name, served.version) == ("math", "r1.s4.r0")
+    assert (served.name, served.version) == ("math", "r70.s4.r0")
     update = load_arrays(blobs.get_sync(worker.redis, "b1"))
     for name, tensor in served.tensors.items():
         assert np.array_equal(update[name], tensor.numpy())
@@ -72,6 +73,25 @@ def test_steps_are_on_the_metrics_stream(worker: TrainingProcess, parent: str) -
     assert [(s.step, s.B, s.adapter) for s in samples] == [(1, 2, "math"), (2, 2, "math")]
     assert all(s.tokens > 0 and s.micro_seconds > 0 for s in samples)
     assert entries[0][1][b"kind"] == b"train"
+
+
+def test_the_same_round_of_another_session_publishes_a_version_of_its_own(
+    worker: TrainingProcess, parent: str
+) -> None:
+    """Its folder was there already and stayed, so the registry named another session's weights."""
+    made = []
+    for number, session in enumerate(("own-1", "own-2")):
+        job = worker.round_job(
+            parent, session=session, publish="per_round", round=71, seed=number, blob="own"
+        )
+        result = worker.result(worker.call(rounds.LOCAL_ROUND, job), rounds.RoundResult)
+        folder = worker.data_dir / "adapters" / "math" / result.published[-1]
+        update = load_arrays(blobs.get_sync(worker.redis, "own"))
+        stored = load_file(folder / "adapter_model.safetensors")
+        assert all(np.array_equal(stored[n].numpy(), update[n]) for n in update)
+        made.append(result.published[-1])
+    assert made[0] == "r71.s4.r0"
+    assert made[1].startswith("r71.s4-")
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")

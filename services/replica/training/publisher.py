@@ -7,6 +7,7 @@ to be continued on it by another replica.
 from __future__ import annotations
 
 import re
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,12 +21,15 @@ from services.replica.shadow import Card, ShadowWriter
 from services.replica.training.model import Adapter, LoraSpec
 from shared import adapter_files
 
-_LOCAL = re.compile(r"r\d+\.s\d+\.(.+)")
+_LOCAL = re.compile(r"r\d+\.s\d+(?:-[0-9a-f]+)?\.(.+)")
 
 
-def version_id(round_number: int, step: int, replica: str) -> str:
-    """The identity (round, local step, replica) as a folder name: ``r3.s12.replica-0``."""
-    return f"r{round_number}.s{step}.{replica}"
+def version_id(round_number: int, step: int, replica: str, again: str = "") -> str:
+    """The identity (round, local step, replica) as a folder name: ``r3.s12.replica-0``.
+
+    ``again`` tells one apart whose name is taken: ``r3.s12-1f0a.replica-0``.
+    """
+    return f"r{round_number}.s{step}{again and f'-{again}'}.{replica}"
 
 
 def write_folder(
@@ -66,6 +70,10 @@ class Publisher:
     def publish(self, adapter: Adapter, round_number: int, step: int) -> tuple[str, Path]:
         """Write, flip the shadow, drop own versions beyond the retention."""
         version = version_id(round_number, step, self._replica)
+        if adapter_files.folder(self._data_dir, self._name, version).exists():
+            # Another session's round of this number, or this one's before a crash: a version
+            # never changes, so this is a new one.
+            version = version_id(round_number, step, self._replica, secrets.token_hex(2))
         path = write_folder(
             self._data_dir, self._name, version, adapter.spec, adapter.tensors(), self._base
         )
