@@ -22,6 +22,7 @@ from bench.stack import Stack, running
 
 # Short on purpose: tokenising is per token and belongs to the prompt, not to the control plane.
 PROMPT = "Explain in a few words what a distributed queue is and when it is the wrong tool."
+CALM_RATE = 500.0  # requests/s: the same load on machines of any speed, beside half of the ceiling
 LUA = """
 wrk.method = "POST"
 wrk.body = [[{body}]]
@@ -122,12 +123,16 @@ def measure(stack: Stack, model: str, o: argparse.Namespace) -> dict[str, Any]:
             _say(f"round {number + 1}, {'stream' if stream else 'plain'}: {one}")
     rps = {stream: statistics.median(r["rps"] for r in found) for stream, found in rounds.items()}
     plain, streamed = (open_loop(stack, model, o, rps[s] / 2, s) for s in (False, True))
+    calm = open_loop(stack, model, o, CALM_RATE, False)
     return {
         "bench": "control",
         "rps": round(rps[False], 1),
         "rps_stream": round(rps[True], 1),
         "added_ms_p50": plain["p50_e2el_ms"],
         "added_ms_p99": plain["p99_e2el_ms"],
+        "calm_rate": CALM_RATE,
+        "calm_ms_p50": calm["p50_e2el_ms"],
+        "calm_ms_p99": calm["p99_e2el_ms"],
         "cpu_s_per_1k": _median_cpu(rounds[False]),
         "cpu_s_per_1k_stream": _median_cpu(rounds[True]),
         "rps_rounds": [round(r["rps"], 1) for r in rounds[False]],

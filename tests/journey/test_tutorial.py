@@ -24,6 +24,7 @@ from shared import names
 from shared.redis_client import connect_sync
 from tests.journey.conftest import EAGER, Journey
 from tests.journey.test_fine_tuning import cross_entropy
+from tests.system.running import hears_ctrl_c
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
 BLOCKS: list[tuple[str, str]] = re.findall(
@@ -111,11 +112,6 @@ class Reader:
                 os.close(ours)
         assert code in (0, 130, -signal.SIGINT), (command, code, shown)
         return shown.decode("utf-8", "replace")
-
-
-def hears_ctrl_c() -> None:
-    """What runs in a shell's background is started with Ctrl-C ignored, and so are its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def find(word: str, language: str = "sh") -> tuple[str, str]:

@@ -126,3 +126,9 @@ def gone(processes: list[psutil.Process], seconds: float = 15.0) -> list[psutil.
     """Those of the processes that still live after ``seconds``."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     return list(alive)
+
+
+def hears_ctrl_c() -> None:
+    """``preexec_fn`` of a process that is to get SIGINT: what a shell runs in its background, and
+    so perhaps this suite, is started with it ignored, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

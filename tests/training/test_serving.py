@@ -29,6 +29,7 @@ from shared.adapters import AdapterRegistry, AdapterVersion
 from shared.messages import Generate, Sampling
 from shared.redis_client import connect
 from shared.rounds import Lora, RoundResult
+from tests.system.running import hears_ctrl_c
 from tests.training.conftest import make_chats
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -203,11 +204,7 @@ def test_a_stopped_finetune_gives_the_replica_back(
     command += ["--data", str(file), "--redis", replica.url, "--data-dir", str(replica.home)]
     key = f"collm:replica:{REPLICA}"
     with subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        # what runs in a shell's background, as this suite may, is started with it ignored
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        command, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:  # what it tells; its end would be a failure
