@@ -1,0 +1,186 @@
+"""The macro cycle: B = 0, promotion, and the books it keeps for the micro cycle."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from services.dispatcher.policies.base import Promote, Suspend
+from services.dispatcher.policies.collm import Collm
+from services.dispatcher.policies.parts.lane import Lane
+from services.dispatcher.policies.parts.macro import PROMOTE_SECONDS, Macro
+from services.dispatcher.policies.parts.waiting import Waiting
+from tests.dispatcher.cluster import RATE, arrive, cluster, known
+from tests.dispatcher.made import request, told, view
+
+# ------------------------------------------------------------ B = 0
+
+
+def _short(policy: Collm, now: float, asked: int) -> list[object]:
+    """The decisions of a cycle after so many arrivals, some of which became hopeless."""
+    for n in range(asked):
+        arrive(policy.macro, f"p{now}{n}")
+    policy.macro.expired(1 if asked else 0)
+    return list(policy.macro.cycle(policy, now))
+
+
+def test_training_gives_way_when_all_together_are_not_enough_and_goes_on_in_a_lull() -> None:
+    policy = cluster(known("a", training=True), known("b"), asked=2)
+    policy.macro.expired(0)
+    assert _short(policy, 2.0, 3) == [], "they carry it"
+    suspended = Suspend(replicas=("a",), wanted=True)
+    assert _short(policy, 3.0, 50) == [suspended]
+    assert _short(policy, 4.0, 50) == [], "asked for already"
+    for second in range(5, 40):
+        found = _short(policy, float(second), 0)
+        need, capacity = 1.2 * policy.macro.rate.expected, policy.macro._capacity
+        if found:
+            break
+        assert need >= 0.7 * capacity
+    assert found == [Suspend(replicas=("a",), wanted=False)]
+    assert need < 0.7 * capacity
+    assert _short(policy, 50.0, 0) == []
+
+
+def test_load_alone_stops_no_training_as_long_as_nobody_was_late() -> None:
+    policy = cluster(known("a", training=True), asked=50)
+    assert policy.macro.cycle(policy, 2.0) == []
+    policy.macro.expired(1)
+    policy.macro.replicas_changed = True
+    assert policy.macro.cycle(policy, 2.1) != []
+    idle = cluster(known("a"), asked=50)
+    idle.macro.expired(1)
+    assert idle.macro.cycle(idle, 2.0) == [], "nobody trains"
+
+
+def test_one_that_began_to_train_meanwhile_is_asked_too() -> None:
+    policy = cluster(known("a", training=True), known("b"), asked=2)
+    assert _short(policy, 2.0, 50) == [Suspend(replicas=("a",), wanted=True)]
+    told(policy, known("b", training=True))
+    assert _short(policy, 3.0, 50) == [Suspend(replicas=("a", "b"), wanted=True)]
+
+
+# ------------------------------------------------------------ promotion
+
+
+def test_the_best_idle_replica_is_promoted_when_those_that_serve_are_not_enough() -> None:
+    idle = {"dispatchable": False, "idle": True}
+    policy = cluster(
+        known("a"), known("i", **idle), known("k", quality=2.0, **idle),
+        known("j", quality=2.0, **idle), asked=5,
+    )  # fmt: skip
+    policy.on_arrival(request("waits"), 1.0)
+    (promote,) = policy.macro.promote(policy, 1.0)
+    assert isinstance(promote, Promote)
+    assert promote.replica == "k"
+    assert promote.why == {"expected_rate": 5.0, "capacity": round(RATE, 3), "queued": 1}
+    assert policy.macro.promote(policy, 1.0 + PROMOTE_SECONDS / 2) == []
+    assert len(policy.macro.promote(policy, 1.001 + PROMOTE_SECONDS)) == 1
+
+
+def test_nobody_is_promoted_while_those_that_serve_carry_the_load() -> None:
+    idle = known("i", dispatchable=False, idle=True)
+    policy = cluster(known("a"), idle, asked=2)
+    assert policy.macro.promote(policy, 1.0) == []
+    policy.macro.expired(1)
+    assert len(policy.macro.promote(policy, 1.0)) == 1, "somebody was late"
+    assert cluster(known("a"), asked=99).macro.promote(policy, 1.0) == [], "nobody is Idle"
+    alone = cluster(idle, asked=1)
+    assert len(alone.macro.promote(alone, 1.0)) == 1, "nobody serves"
+
+
+# ------------------------------------------------------------ for the micro cycle
+
+
+def many(count: int) -> tuple[Macro, list[Lane]]:
+    policy = cluster(*(known(f"r{n:02}") for n in range(count)))
+    return policy.macro, policy.macro.order
+
+
+def test_a_few_replicas_are_all_candidates() -> None:
+    macro, lanes = many(4)
+    assert list(macro.candidates(4)) == lanes
+    assert len(list(macro.candidates(3))) == 3
+
+
+def test_of_many_replicas_others_come_up_the_next_time() -> None:
+    macro, lanes = many(10)
+    assert list(macro.candidates(4)) == lanes[:4]
+    assert list(macro.candidates(4)) == lanes[4:8]
+    assert list(macro.candidates(4)) == [lanes[0], lanes[1], lanes[8], lanes[9]], "in their order"
+
+
+def test_full_replicas_are_left_out_until_they_are_freed() -> None:
+    macro, lanes = many(10)
+    for lane in lanes[:3]:
+        for n in range(2):
+            lane.release(Waiting(request(f"{lane.view.id}{n}"), 1.0, 1.0, 9.0, 0.0), 0.0)
+    assert list(macro.candidates(4)) == lanes[3:7]
+    lanes[1].leave(f"{lanes[1].view.id}0", 1.0, learn=False)
+    macro.freed(lanes[1])
+    assert list(macro.candidates(8)) == [lanes[1], *lanes[3:]]
+    assert list(macro.candidates(2)) == lanes[7:9]
+
+
+def test_only_so_many_full_ones_are_looked_at_for_one_decision() -> None:
+    macro, lanes = many(10)
+    for lane in lanes:
+        lane.view = view(lane.view.id, b_limit=0)
+    assert list(macro.candidates(2)) == []
+    assert len(macro._free) == 2
+
+
+def test_promised_is_the_prompts_that_are_not_through() -> None:
+    macro, lanes = many(3)
+    for n, lane in enumerate(lanes):
+        lane.prefill_end = 1.0 + n
+        macro.engaged(lane)
+    assert macro.promised(1.5) == pytest.approx(0.5 + 1.5)
+    lanes[1].view = view("gone", dispatchable=False)
+    assert macro.promised(1.5) == pytest.approx(1.5)
+    assert macro.promised(3.0) == 0.0
+    assert macro._engaged == {}
+
+
+def test_replicas_with_hopeless_requests_are_known() -> None:
+    macro, (lane, _) = many(2)
+    macro.engaged(lane)
+    assert macro.background == set()
+    lane.background = 1
+    macro.engaged(lane)
+    macro.freed(lane)
+    assert macro.background == {lane}
+    lane.background = 0
+    macro.freed(lane)
+    assert macro.background == set()
+    lane.view = view("r", dispatchable=False)
+    macro._free.clear()
+    macro.freed(lane)
+    assert macro._free == {}
+
+
+def test_what_the_load_leaves_over() -> None:
+    macro, _ = many(4)
+    assert macro.spare() == 4
+    macro.rate.work = 2.0
+    macro.rate.mean = 1.0
+    macro.rate._square = 1.0
+    assert macro.spare() == 1, "4 - 2 * 1.2"
+    macro.rate.work = 9.0
+    assert macro.spare() == 0
+
+
+def test_the_backlog_is_shared_by_all_that_serve() -> None:
+    macro, lanes = many(4)
+    assert macro.backlog_seconds(6.0, 1.0) == 1.5
+    lanes[0].prefill_end = 3.0
+    macro.engaged(lanes[0])
+    assert macro.backlog_seconds(6.0, 1.0) == 2.0
+    assert Macro(0.2).backlog_seconds(6.0, 1.0) == 6.0
+
+
+def test_a_fresh_cycle_is_due_at_once() -> None:
+    macro = Macro(0.2)
+    assert (macro.next_cycle, macro.active, macro.room) == (-math.inf, 0, 0)
+    assert (macro.typical, macro.least_delay, macro.token_seconds) == (None, 0.0, 0.0)
