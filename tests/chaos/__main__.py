@@ -31,6 +31,8 @@ def main() -> int:
     if options.kinds:
         plan = Plan(**{**_fields(plan), "kinds": tuple(options.kinds.split(","))})
     with tempfile.TemporaryDirectory() as scratch:
+        if options.folder:
+            options.folder.mkdir(parents=True, exist_ok=True)
         report = Campaign(options.folder or Path(scratch), plan).run()
     for violation in report["violations"]:
         print(violation, file=sys.stderr)

@@ -6,6 +6,7 @@ The structs are those of ``kernels/forward.c``, field by field.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import platform
@@ -94,7 +95,13 @@ def build(dtype: torch.dtype, extra: tuple[str, ...] = ()) -> ctypes.CDLL:
 def _cached(path: Path, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        _compile(compiler, flags, path)
+        # Replicas that start together would each compile the same; the first does, the others
+        # wait for it (COMPILE_SECONDS at most: the lock falls with the process that holds it).
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                log.info("compiling the kernels for this processor, once; this takes a while")
+                _compile(compiler, flags, path)
     return _open(path)
 
 
