@@ -16,6 +16,9 @@ One round of a session with server s and clients k (CoLLM, arXiv 2604.16400, fed
    kept update as a blob and ``aggregate`` is repeated with blobs.
 4. ``aggregate`` on s: drop bad updates whole, apply the strategy, write version t+1 to disk.
 5. ``evaluate`` on every k: cross-entropy of t+1 on k's own held-out part.
+
+``prepare`` comes before all of it, when a replica has stored data: what the first round would
+otherwise have to do before its first step.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ LOCAL_ROUND = _JOBS + "local_round"  # RoundJob -> RoundResult
 SEND_UPDATE = _JOBS + "send_update"  # SendJob -> SendResult
 AGGREGATE = _JOBS + "aggregate"  # AggregateJob -> AggregateResult
 EVALUATE = _JOBS + "evaluate"  # EvaluateJob -> EvaluateResult
+PREPARE = _JOBS + "prepare"  # PrepareJob -> PrepareResult
 
 STRATEGIES = ("fedavg", "fedprox", "fedadam", "ffa", "rolora", "flexlora", "median", "trimmed_mean")
 
@@ -87,6 +91,22 @@ class InitialiseResult(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
 
 
+class PrepareJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokenise an adapter's data and attach a LoRA of its shape, as a round will want them."""
+
+    adapter: str
+    base: str
+    lora: Lora
+    max_tokens: int = 512
+    heldout_fraction: float = 0.1
+    seed: int = 0
+
+
+class PrepareResult(msgspec.Struct, frozen=True, kw_only=True):
+    examples: int  # to train on
+    seconds: float
+
+
 class RoundJob(msgspec.Struct, frozen=True, kw_only=True):
     """One client's local training of one round. Times in Redis seconds, lengths in tokens."""
 
@@ -110,6 +130,11 @@ class RoundJob(msgspec.Struct, frozen=True, kw_only=True):
     max_rounds: int = 20  # for the schedule
     max_tokens: int = 512  # a sample is cut to this
     heldout_fraction: float = 0.1
+    heldout_samples: int = 0  # of a held-out loss; 0 = the replica's own limit
+    heldout_before: float | None = None  # the parent's held-out loss here, where it is known
+    # Held-out losses in mid-round take at most this part of the round's training; 0 = no bound.
+    evaluate_share: float = 0.0
+    judged: bool = False  # the aggregate is judged at once: no held-out loss of the local end
     publish: str = "on_improvement"  # "every_step" | "on_improvement" | "per_round"
     privacy: Privacy | None = None
     exchange: str = "redis"  # "redis" | "group"
@@ -147,6 +172,9 @@ class RoundResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0  # of the whole job
     train_seconds: float = 0.0  # inside micro-steps
     wait_seconds: float = 0.0  # yielding to the serving side
+    # Seconds of the job by stage: prepare, update (of the optimiser), rest, evaluate, publish,
+    # save, hand_over. What they and the two above leave over is the job's own bookkeeping.
+    parts: dict[str, float] = {}
     exchange_seconds: float = 0.0
     exchange_bytes: int = 0
     blob: str = ""  # where the update is, with exchange "redis"
@@ -242,7 +270,7 @@ class EvaluateResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-Job = InitialiseJob | RoundJob | SendJob | AggregateJob | EvaluateJob
+Job = InitialiseJob | PrepareJob | RoundJob | SendJob | AggregateJob | EvaluateJob
 J = TypeVar("J", bound=msgspec.Struct)
 
 

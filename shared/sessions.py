@@ -60,7 +60,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float = 0.0  # of the round's local training
     losses: dict[str, tuple[float, ...]] = {}  # client -> local loss by round
     loss: float | None = None  # F of the last round
-    heldout: dict[str, float] = {}  # client -> held-out loss of the parent version
+    heldout: dict[str, float] = {}  # client -> held-out loss of version ``heldout_of``
+    heldout_of: str = ""
     kept_back: int = 0  # rounds in a row whose version was not promoted
     least: int = LEAST  # clients below which the session ends
     B: dict[str, int] = {}  # micro-batch a client in this round
@@ -78,6 +79,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
         """Raises msgspec.ValidationError on a damaged record."""
         values: dict[str, Any] = {}
         texts = {"id", "adapter", "base", "server", "why", "phase", "parent", "version", "ended"}
+        texts |= {"heldout_of"}
         for key, value in raw.items():
             name = key.decode()
             values[name] = value.decode() if name in texts else orjson.loads(value)

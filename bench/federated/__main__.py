@@ -2,8 +2,8 @@
 
 Parts (``--parts``, comma-separated):
   strategies  held-out loss of base, solo and federated adapters after the same number of steps
-  system      collm up with three replicas: idle to first step, overhead of a round, blobs,
-              and the latency fit under load
+  system      collm up with three replicas: idle to first step, overhead of a round, blobs
+  fit         the latency fit on one replica, every pair (b, B) predicted from the others
   gloo        the same over a process group
   pairs       the coordinator against fixed (B, b) under load: Q-goodput and time to a target loss
 ``--data`` holds ``code``, ``roleplay`` and ``tools`` as .jsonl: the clients' private data; without
@@ -13,32 +13,22 @@ it simple chats are made up. Plots go to ``--out``; the last line of stdout is o
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import json
 import statistics
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.federated import lab, made, measures, plots
-from bench.federated.system import (
-    Answered,
-    NothingHappened,
-    System,
-    closed_loop,
-    open_loop,
-    system,
-)
+from bench.federated import fitting, lab, made, measures, pairs, plots
+from bench.federated.system import system
 from collm import models
 from shared import training_data
 from shared.rounds import STRATEGIES
 
-PARTS = ("strategies", "system", "gloo", "pairs")
+PARTS = ("strategies", "system", "gloo", "fit", "pairs")
 
 
 def say(text: str) -> None:
@@ -110,33 +100,38 @@ def training_options(o: argparse.Namespace, **changes: Any) -> dict[str, Any]:
 
 
 def whole_system(o: argparse.Namespace, domains: Mapping[str, Path]) -> dict[str, Any]:
-    """Three replicas learn; then, for the fit, requests come at several concurrencies."""
-    options = training_options(o, max_rounds=o.system_rounds + 50)
+    """Three replicas learn; the way from idle to the first step, and where rounds spend time."""
+    options = training_options(o, max_rounds=o.system_rounds)
     with system(o.model, options, exchange="redis") as running:
-        prompts = asked(domains)
         running.add_data(domains)
-        limit = o.patience
-        running.wait("first_step", 1, limit)
-        say(f"first step: {measures.first_step(running)}")
-        done = running.wait("round_done", o.system_rounds, limit * o.system_rounds)
-        say(f"{len(done)} rounds: {[r['overhead'] for r in measures.rounds(running)]}")
-        quiet = measures.rounds(running)
-        for b in (1, 2, 4, 8, 3, 6):
-            seconds = o.fit_seconds
-            asyncio.run(closed_loop(running.url, running.model, prompts, 3 * b, seconds, 48))
-            say(f"concurrency {3 * b}: done")
-        fitted = measures.fit_error(running.steps())
+        running.wait("first_step", 1, o.patience)
         first = measures.first_step(running)
-    plots.prediction(fitted["pairs"], o.out)
+        say(f"first step: {first}")
+        running.wait("round_done", o.system_rounds, o.patience * o.system_rounds)
+        found = measures.rounds(running)
+    plots.overhead(found, o.out)
     return {
         "idle_to_first_step_s": first["from_idle"],
         "first_step": first,
-        "round_overhead": median([r["overhead"] for r in quiet]),
-        "rounds": quiet,
-        "exchange": {"redis": measures.exchange(quiet)},
-        "fit_median_error": fitted["median_error"],
-        "fit": fitted,
+        "round_overhead": median([r["overhead"] for r in found]),
+        "breakdown": [plots.breakdown(r) for r in found],
+        "rounds": found,
+        "exchange": {"redis": measures.exchange(found)},
     }
+
+
+def prediction(o: argparse.Namespace, domains: Mapping[str, Path]) -> dict[str, Any]:
+    """T_infer on a grid of (b, B) of one replica: each pair predicted from the others."""
+    folder, data = models.resolve(o.model).path, next(iter(domains.values()))
+    bs, Bs = _numbers(o.fit_b), _numbers(o.fit_B)
+    steps = fitting.grid(folder, data, bs, Bs, o.fit_seconds, o.max_tokens, say)
+    fitted = measures.fit_error(steps)
+    plots.prediction(fitted["pairs"], o.out)
+    return {"fit_median_error": fitted["median_error"], "fit": fitted}
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(x) for x in text.split(",")]
 
 
 def over_group(o: argparse.Namespace, domains: Mapping[str, Path]) -> dict[str, Any]:
@@ -149,68 +144,11 @@ def over_group(o: argparse.Namespace, domains: Mapping[str, Path]) -> dict[str, 
     return {"exchange": {"gloo": measures.exchange(over)}}
 
 
-def pairs(o: argparse.Namespace, domains: Mapping[str, Path]) -> dict[str, Any]:
-    """Each way of choosing (B, b) on a fresh system under the same seeded arrivals."""
-    ways: list[Any] = ["coordinator"]
-    ways += [tuple(int(x) for x in pair.split("/")) for pair in o.pairs.split(",")]
-    points = []
-    for way in ways:
-        fixed = {} if way == "coordinator" else {"micro_batch": way[0], "concurrency": way[1]}
-        options = training_options(o, max_rounds=500, **fixed)
-        with system(o.model, options, slo_seconds=o.slo) as running:
-            points.append({"pair": way, **under_load(o, running, domains)})
-        say(json.dumps(points[-1]))
-    # A loss that every way reached; none where one of them finished no round.
-    reached = [p["last_heldout"] for p in points]
-    target = None if None in reached else max(reached)
-    for point in points:
-        done, begun = point.pop("rounds"), point.pop("begun")
-        point["jct"] = None if target is None else measures.joint_time(done, begun, target)
-    plots.against_fixed(points, o.out)
-    return {"coordinator_vs_fixed": points, "target_heldout": target}
-
-
-def under_load(
-    o: argparse.Namespace, running: System, domains: Mapping[str, Path]
-) -> dict[str, Any]:
-    """Requests for the adapter at ``--rate`` while the replicas learn, for ``--pair-seconds``
-    and until two rounds are done (``--patience`` seconds at most)."""
-    running.add_data(domains)
-    began = running.wait("round_began", 1, o.patience)
-    answers: list[Answered] = []
-    settled = threading.Event()
-
-    async def ask() -> None:
-        stop = asyncio.Event()
-
-        async def end() -> None:
-            await asyncio.sleep(o.pair_seconds)
-            await asyncio.to_thread(settled.wait)
-            stop.set()
-
-        ending = asyncio.create_task(end())
-        answers.extend(
-            await open_loop(running.url, "bench", asked(domains), o.rate, stop, o.answer_tokens)
-        )
-        await ending
-
-    thread = threading.Thread(target=lambda: asyncio.run(ask()))
-    started = time.monotonic()
-    thread.start()
-    with contextlib.suppress(NothingHappened):  # then the point has no completion time
-        running.wait("round_done", 2, o.patience)
-    settled.set()
-    thread.join()
-    seconds = time.monotonic() - started
-    found = measures.rounds(running)
-    losses = [r["heldout"] for r in found if r["heldout"] is not None]
-    return {
-        **measures.q_goodput(answers, running.versions(), o.slo, seconds),
-        "rounds_done": len(found),
-        "last_heldout": min(losses) if losses else None,
-        "rounds": found,
-        "begun": float(began[0]["at"]),
-    }
+def against_fixed(o: argparse.Namespace, domains: Mapping[str, Path]) -> dict[str, Any]:
+    """The coordinator and fixed pairs (B, b) under the same load."""
+    found = pairs.run(o, domains, partial(training_options, o), asked(domains), say)
+    plots.against_fixed(found["coordinator_vs_fixed"], o.out)
+    return found
 
 
 def asked(domains: Mapping[str, Path]) -> list[str]:
@@ -245,10 +183,13 @@ def arguments() -> argparse.Namespace:
     add("--server-lr", type=float, default=3e-3)
     add("--system-steps", type=int, default=50, help="optimiser steps in the running system")
     add("--system-rounds", type=int, default=2)
-    add("--fit-seconds", type=float, default=20.0)
+    add("--fit-seconds", type=float, default=2.5, help="a pair (b, B)")
+    add("--fit-b", default="1,2,4,8,16,24")
+    add("--fit-B", default="0,1,2,4,8")
     add("--patience", type=float, default=600.0, help="seconds to wait for a round")
     add("--pairs", default="1/4,2/3,3/2,4/1", help="fixed B/b, comma-separated")
-    add("--pair-seconds", type=float, default=120.0)
+    add("--pair-seconds", type=float, default=100.0)
+    add("--repeats", type=int, default=1, help="runs of each pair")
     add("--rate", type=float, default=0.5, help="requests a second")
     add("--slo", type=float, default=10.0, help="seconds an answer may take")
     add("--answer-tokens", type=int, default=32)
@@ -271,7 +212,13 @@ def main() -> None:
         "model": o.model,
         "data": "made" if o.data is None else "given",
     }
-    todo = {"strategies": strategies, "system": whole_system, "gloo": over_group, "pairs": pairs}
+    todo = {
+        "strategies": strategies,
+        "system": whole_system,
+        "gloo": over_group,
+        "fit": prediction,
+        "pairs": against_fixed,
+    }
     exchange: dict[str, Any] = {}
     for part in chosen:
         say(f"== {part}")

@@ -144,6 +144,7 @@ class Lab:
             learning_rate=p.learning_rate,
             max_rounds=p.rounds,
             max_tokens=p.max_tokens,
+            judged=True,  # the curve asks for all losses itself
             publish="per_round",
             blob=f"{name}-{number}-{client}",
             seed=p.seed,
@@ -194,16 +195,17 @@ class Lab:
 def federated(lab: Lab, strategy: str, start: str) -> dict[str, Any]:
     """All rounds of one strategy: the curve of the mean held-out loss, and its figures."""
     parent, path, curve, errors = "start", start, list[float](), list[float]()
-    begun = time.monotonic()
+    begun, heldout = time.monotonic(), dict[str, float]()
     for number in range(1, lab.plan.rounds + 1):
         results = [lab.train(c, strategy, number, parent, path, strategy) for c in CLIENTS]
         made = lab.aggregate(strategy, number, parent, path, strategy, results)
         parent, path = str(made["version"]), str(made["path"])
         errors.append(float(made["aggregation_error"]))
-        curve.append(mean(lab.heldout(path)))
+        heldout = lab.heldout(path)
+        curve.append(mean(heldout))
     return {
         "curve": curve,
-        "heldout": lab.heldout(path),
+        "heldout": heldout,
         "aggregation_error": errors,
         "seconds": time.monotonic() - begun,
     }
@@ -212,12 +214,14 @@ def federated(lab: Lab, strategy: str, start: str) -> dict[str, Any]:
 def solo(lab: Lab, client: str, start: str) -> dict[str, Any]:
     """One client alone for as many steps; its adapter on all three domains."""
     name, parent, path, curve = f"solo-{client}", "start", start, list[float]()
+    heldout = dict[str, float]()
     for number in range(1, lab.plan.rounds + 1):
         result = lab.train(client, name, number, parent, path, "fedavg")
         made = lab.aggregate(name, number, parent, path, "fedavg", [result])
         parent, path = str(made["version"]), str(made["path"])
-        curve.append(mean(lab.heldout(path)))
-    return {"curve": curve, "heldout": lab.heldout(path)}
+        heldout = lab.heldout(path)
+        curve.append(mean(heldout))
+    return {"curve": curve, "heldout": heldout}
 
 
 def mean(values: Mapping[str, float]) -> float:

@@ -12,23 +12,27 @@ from bench.federated.system import Answered, System
 from services.coordinator.fit import Sample, fit
 from shared.adapters import AdapterVersion
 from shared.messages import StepSample
+from shared.stopwatch import from_words
 
 LEAST_CE = 0.05  # nats per token: quality = 1 / max(CE, this)
 
 
-def first_step(system: System) -> dict[str, float]:
-    """Seconds from the moment the cluster was idle (its last member became so) to the first
-    training step, and from the opening of the session to it."""
+def first_step(system: System) -> dict[str, Any]:
+    """Seconds from the moment that the cluster was idle and held data (the later of its last
+    member's going Idle and its last file) to the first training step, and from the opening of
+    the session to it; and what lay between those two."""
     opened = system.events("session_opened")[0]
-    idle = [
-        float(e["at"])
-        for e in system.events("state")
-        if e["to"] == "idle" and float(e["at"]) <= float(opened["at"]) + 0.5
-    ]
-    taken = float(system.events("first_step")[0]["seconds"])
+    at = float(opened["at"])
+    idle = [float(e["at"]) for e in system.events("state") if e["to"] == "idle"]
+    held = [float(e["at"]) for e in system.events("data_stored") if e["ok"] == "1"]
+    ready = max(t for t in (*idle, *held) if t <= at + 0.5)
+    first = system.events("first_step")[0]
+    taken = float(first["seconds"])
+    stages = {"launcher": round(at - ready, 3), **from_words(first["stages"])}
     return {
-        "from_idle": round(float(opened["at"]) - max(idle) + taken, 3),
+        "from_idle": round(at - ready + taken, 3),
         "from_session": round(taken, 3),
+        "stages": stages,
     }
 
 
@@ -41,7 +45,13 @@ def rounds(system: System) -> list[dict[str, Any]]:
                 "round": int(event["round"]),
                 "at": float(event["at"]),
                 "loss": float(event["loss"]),
-                "heldout": float(event["heldout"]) if event["heldout"] else None,
+                "heldout": _number(event["heldout"]),
+                "heldout_before": float(event["heldout_before"])
+                if event["heldout_before"]
+                else None,
+                "micro_steps": int(event["micro_steps"]),
+                "stages": from_words(event["stages"]),
+                "slowest": from_words(event["slowest"].partition(":")[2]),
                 "seconds": float(event["seconds"]),
                 "overhead": float(event["overhead"]),
                 "exchange": event["exchange"],
@@ -119,14 +129,6 @@ def q_goodput(
     }
 
 
-def joint_time(found: Sequence[Mapping[str, Any]], begun: float, target: float) -> float | None:
-    """Seconds from ``begun`` until a round's held-out loss was at most ``target``."""
-    for one in found:
-        if one["heldout"] is not None and one["heldout"] <= target:
-            return round(float(one["at"]) - begun, 2)
-    return None
-
-
 def exchange(found: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     """Medians of a round's megabytes and seconds on one path."""
     if not found:
@@ -134,3 +136,7 @@ def exchange(found: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     megabytes = statistics.median(f["exchange_mb"] for f in found)
     seconds = statistics.median(f["exchange_s"] for f in found)
     return {"mb": round(megabytes, 3), "s": round(seconds, 4)}
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None

@@ -132,23 +132,6 @@ class Answered:
     version: str
 
 
-async def closed_loop(
-    url: str, model: str, prompts: list[str], concurrency: int, seconds: float, tokens: int
-) -> list[Answered]:
-    """``concurrency`` clients that ask one after another for ``seconds``."""
-    end, found = time.monotonic() + seconds, list[Answered]()
-
-    async def client(first: int, http: httpx.AsyncClient) -> None:
-        turn = first
-        while time.monotonic() < end:
-            found.append(await ask(http, model, prompts[turn % len(prompts)], tokens))
-            turn += concurrency
-
-    async with httpx.AsyncClient(base_url=url, timeout=120.0) as http:
-        await asyncio.gather(*(client(i, http) for i in range(concurrency)))
-    return found
-
-
 async def open_loop(
     url: str, model: str, prompts: list[str], rate: float, stop: asyncio.Event, tokens: int
 ) -> list[Answered]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import msgspec
 
 from services.coordinator.context import Context
 from services.coordinator.jobs import JobFailed, job_id
 from services.coordinator.settings import TrainingOptions
-from shared.rounds import EVALUATE, BadJob, EvaluateJob, EvaluateResult
+from shared.rounds import EVALUATE, BadJob, EvaluateJob, EvaluateResult, RoundResult
 from shared.sessions import Session
 
 log = logging.getLogger(__name__)
@@ -32,15 +32,20 @@ async def check(
     context: Context,
     session: Session,
     options: TrainingOptions,
-    clients: Iterable[str],
+    results: Mapping[str, RoundResult],
     parent: str,
     new: str,
 ) -> Check:
-    """All ``clients`` evaluate at once; one that cannot is left out of the mean."""
+    """All clients that trained evaluate at once; one that cannot is left out of the mean.
+
+    The parent only where neither an earlier check nor the client's round has measured it.
+    """
+    measured = {c: r.heldout_before for c, r in results.items() if r.heldout_before is not None}
+    before, after = {**session.heldout, **measured}, dict[str, float]()
+    wanted = {c: (new,) if c in before else (parent, new) for c in sorted(results)}
     found = await asyncio.gather(
-        *(_evaluate(context, session, options, c, parent, new) for c in sorted(clients))
+        *(_evaluate(context, session, options, c, paths) for c, paths in wanted.items())
     )
-    before, after = dict(session.heldout), dict[str, float]()
     for result in found:
         if result is None:
             continue
@@ -79,16 +84,14 @@ async def _evaluate(
     session: Session,
     options: TrainingOptions,
     client: str,
-    parent: str,
-    new: str,
+    paths: tuple[str, ...],
 ) -> EvaluateResult | None:
-    known = client in session.heldout
     job = EvaluateJob(
         session=session.id,
         client=client,
         adapter=session.adapter,
         base=session.base,
-        paths=(new,) if known else (parent, new),
+        paths=paths,
         heldout_fraction=options.heldout_fraction,
         max_tokens=options.max_tokens,
         max_samples=options.heldout_samples,

@@ -107,6 +107,7 @@ class Context:
                     progress=self.telemetry.progress(name),
                     B0=options.B0,
                     B_max=options.B_max,
+                    accumulation=options.accumulation,
                     suspended=name in self.suspended,
                 )
             )

@@ -72,6 +72,10 @@ class Window:
     def __len__(self) -> int:
         return sum(len(cell) for cell in self._cells.values())
 
+    def has(self, y: float) -> bool:
+        """Whether anything was observed at this value of the second variable."""
+        return any(key[1] == y for key in self._cells)
+
     def samples(self) -> list[Sample]:
         return [s for cell in self._cells.values() for s in cell]
 

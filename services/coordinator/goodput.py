@@ -7,6 +7,8 @@ models micro-batches.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from shared.latency import LatencyModel
@@ -14,6 +16,7 @@ from shared.latency import LatencyModel
 ACCUMULATION = 8
 LEAST_LOSS_REDUCTION = 1e-4
 LEAST_NOISE = 1e-12
+MOST_NOISE = 1e4  # in samples; beyond it the gradient was not told apart from its noise
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,16 +32,25 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         """With a further round; a value that is missing or not finite changes nothing."""
         keep = keep if self.rounds else 0.0
         return Progress(
-            loss_reduction=_mix(self.loss_reduction, loss_reduction, keep, LEAST_LOSS_REDUCTION),
-            noise_scale=_mix(self.noise_scale, noise_scale, keep, LEAST_NOISE),
+            loss_reduction=_loss(self.loss_reduction, loss_reduction, keep),
+            noise_scale=_noise(self.noise_scale, noise_scale, keep),
             rounds=self.rounds + 1,
         )
 
 
-def _mix(old: float, new: float | None, keep: float, least: float) -> float:
-    if new is None or new != new or new in (float("inf"), float("-inf")):
+def _loss(old: float, new: float | None, keep: float) -> float:
+    if new is None or not math.isfinite(new):
         return old
-    return keep * old + (1 - keep) * max(new, least)
+    return keep * old + (1 - keep) * max(new, LEAST_LOSS_REDUCTION)
+
+
+def _noise(old: float, new: float | None, keep: float) -> float:
+    """A quotient of two estimates: smoothed by its logarithm, or one round in which the
+    gradient came out near 0 would stand for all later ones."""
+    if new is None or not math.isfinite(new) or new > MOST_NOISE:
+        return old
+    found: float = old**keep * max(new, LEAST_NOISE) ** (1 - keep)
+    return found
 
 
 def efficiency(B: int, B0: int, progress: Progress, accumulation: int = ACCUMULATION) -> float:

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 KEEP = 6 * 3600  # seconds that results and failures stay
 POLL = 0.05  # seconds between looks at unfinished jobs
+FIRST_POLL = 0.005  # after enqueuing: many a job is short, and others wait for it
 ENDED = frozenset({"finished", "failed", "stopped", "canceled"})
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -49,13 +50,29 @@ class TrainingJobs:
         self._redis, self._sync = redis, sync
 
     async def ensure(
-        self, replica: str, name: str, function: str, job: msgspec.Struct, timeout: float
+        self,
+        replica: str,
+        name: str,
+        function: str,
+        job: msgspec.Struct,
+        timeout: float,
+        wait: int | None = None,
     ) -> None:
-        """Enqueue unless a job of this id exists already (running, done or failed)."""
-        await asyncio.to_thread(self._ensure, replica, name, function, to_json(job), timeout)
+        """Enqueue unless a job of this id exists already (running, done or failed).
+
+        ``wait``: seconds in the queue after which it is forgotten; None = it stays.
+        """
+        plain = to_json(job)
+        await asyncio.to_thread(self._ensure, replica, name, function, plain, timeout, wait)
 
     def _ensure(
-        self, replica: str, name: str, function: str, plain: dict[str, Any], timeout: float
+        self,
+        replica: str,
+        name: str,
+        function: str,
+        plain: dict[str, Any],
+        timeout: float,
+        wait: int | None,
     ) -> None:
         queue = Queue(names.train_queue(replica), connection=self._sync, serializer=JSONSerializer)
         try:
@@ -64,6 +81,7 @@ class TrainingJobs:
                 args=(plain,),
                 job_id=name,
                 timeout=int(timeout) + 1,
+                ttl=wait,
                 result_ttl=KEEP,
                 failure_ttl=KEEP,
                 description=f"{function.rpartition('.')[2]} {name}",
@@ -115,11 +133,11 @@ class TrainingJobs:
     ) -> R:
         """Ensure, wait, return the result. Raises JobFailed; TimeoutError after ``timeout``."""
         await self.ensure(replica, name, function, job, timeout)
+        pause = FIRST_POLL
         async with asyncio.timeout(timeout):
-            while True:
-                if await self.ended([name]):
-                    break
-                await asyncio.sleep(POLL)
+            while not await self.ended([name]):
+                await asyncio.sleep(pause)
+                pause = min(POLL, 1.5 * pause)
         return await self.result(name, kind)
 
     async def stop(self, ids: list[str]) -> None:

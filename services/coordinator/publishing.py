@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
 from services.coordinator.checking import Check
@@ -22,8 +24,12 @@ async def publish(
     results: dict[str, RoundResult],
     made: AggregateResult,
     checked: Check,
+    stages: Mapping[str, float],
 ) -> Session:
-    """The session with this round in its books, to be saved. Done twice it publishes once."""
+    """The session with this round in its books, to be saved. Done twice it publishes once.
+
+    ``stages``: seconds of the round so far by stage, for its event.
+    """
     loss = weighted_mean([(r.loss, r.examples) for r in results.values()])
     before = s.loss
     if before is None:
@@ -49,7 +55,7 @@ async def publish(
     await tell_round(
         context,
         s,
-        Outcome(results, made, checked, entry, promoted, loss, opening.options.max_rounds),
+        Outcome(results, made, checked, entry, promoted, loss, opening.options.max_rounds, stages),
         opening.spent(s),
     )
     losses = {c: (*s.losses.get(c, ()), r.loss) for c, r in results.items() if r.loss is not None}
@@ -62,6 +68,7 @@ async def publish(
         loss=loss if loss is not None else s.loss,
         losses={**s.losses, **losses},
         heldout=checked.after_of if promoted else checked.before_of,
+        heldout_of=s.version if promoted else s.parent,
         results={},
     )
 

@@ -10,6 +10,7 @@ from services.coordinator.context import Context
 from shared.adapters import AdapterVersion
 from shared.rounds import AggregateResult, RoundResult
 from shared.sessions import Session
+from shared.stopwatch import in_words
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Outcome:
     promoted: bool
     loss: float | None  # F of the round
     rounds: int  # at most, of the session
+    stages: Mapping[str, float]  # seconds of the round so far, as the coordinator saw them
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Cost:
 def cost(session: Session, outcome: Outcome, now: float) -> Cost:
     """The slowest client's training (yielding included) against the whole round. Pure."""
     seconds, results = now - session.started, outcome.results.values()
-    busy = max(r.train_seconds + r.wait_seconds for r in results)
+    busy = stepping(slowest(outcome))
     made = outcome.made
     return Cost(
         seconds=seconds,
@@ -46,6 +48,22 @@ def cost(session: Session, outcome: Outcome, now: float) -> Cost:
         exchange_bytes=made.exchange_bytes + sum(r.exchange_bytes for r in results),
         exchange_seconds=made.exchange_seconds + max(r.exchange_seconds for r in results),
     )
+
+
+def slowest(outcome: Outcome) -> RoundResult:
+    """The client whose steps took longest."""
+    return max(outcome.results.values(), key=stepping)
+
+
+def stepping(result: RoundResult) -> float:
+    """Seconds of a client's optimiser steps: micro-steps, their waits, and the updates."""
+    return result.train_seconds + result.wait_seconds + result.parts.get("update", 0.0)
+
+
+def stages_of(result: RoundResult) -> dict[str, float]:
+    """Where a client's job spent its time; ``other`` is what no stage names."""
+    found = {"train": result.train_seconds, "wait": result.wait_seconds, **result.parts}
+    return {**found, "other": max(0.0, result.seconds - sum(found.values()))}
 
 
 async def tell_round(
@@ -77,6 +95,9 @@ async def tell_round(
         done=session.done + 1,
         of=outcome.rounds,
         steps=",".join(f"{c}:{r.steps}" for c, r in sorted(outcome.results.items())),
+        micro_steps=max(r.micro_steps for r in outcome.results.values()),
+        stages=in_words(outcome.stages),
+        slowest=f"{slowest(outcome).client}: {in_words(stages_of(slowest(outcome)))}",
         **privacy,
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.coordinator.goodput import Progress, goodput
+from services.coordinator.goodput import ACCUMULATION, Progress, goodput
 from shared.latency import LatencyModel
 
 LOAD_FLOOR = 1 / 60  # requests per second; below it the cluster counts as idle
@@ -46,6 +46,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress = Progress()
     B0: int = 4
     B_max: int = 16
+    accumulation: int = ACCUMULATION  # micro-batches an optimiser step
     suspended: bool = False  # the dispatcher asked for B = 0
 
 
@@ -111,7 +112,14 @@ def _best(member: Member, demand: Demand, needed: float) -> Choice:
         b, r = b_star(member, B, demand), rate(member, B, demand)
         if b < 1 or r < needed or _too_slow(member.model, b, B, demand):
             continue
-        value = goodput(B, b, member.model, member.progress, B0=member.B0)
+        value = goodput(
+            B,
+            b,
+            member.model,
+            member.progress,
+            B0=member.B0,
+            accumulation=member.accumulation,
+        )
         if best is None or value > best.goodput:
             best = Choice(B=B, b=b, goodput=value, rate=r, needed=needed)
     if best is None:
@@ -132,6 +140,10 @@ def _too_slow(model: LatencyModel, b: int, B: int, demand: Demand) -> bool:
     return model.service(b, B, prompt, demand.limited_output or demand.output) > demand.slo
 
 
-def cycle(B0: int, B_max: int) -> tuple[int, ...]:
-    """Micro-batches of a first round: 0, B0, 2 B0, so that every slope is observed."""
-    return (B0, 0, min(2 * B0, B_max))
+def cycle(B0: int, B_max: int, *, rests: bool = True) -> tuple[int, ...]:
+    """Micro-batches of a first round: B0, 0, 2 B0, so that every slope is observed.
+
+    ``rests`` False leaves the 0 out: serving alone is known already.
+    """
+    twice = min(2 * B0, B_max)
+    return (B0, 0, twice) if rests else (B0, twice)

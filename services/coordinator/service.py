@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 from redis.exceptions import ResponseError
 
+from services.coordinator import ahead
 from services.coordinator.cluster import Cluster
 from services.coordinator.context import SUSPENDED_SECONDS, Context
 from services.coordinator.jobs import TrainingJobs
@@ -105,12 +107,18 @@ class Desk:
         streams = [names.METRICS, names.EVENTS]
         async for stream, entry_id, fields in follow(self._context.redis, streams):
             if stream == names.EVENTS:
-                if fields.get(b"kind") == b"session_opened":
-                    self._wake.set()
+                await self._note(str(entry_id), fields)
                 continue
             if fields.get(b"kind") not in (b"step", b"train"):
                 continue
             self._take(self._samples.read(entry_id, fields))
+
+    async def _note(self, entry: str, fields: Mapping[bytes, bytes]) -> None:
+        """An event that concerns the coordinator."""
+        if fields.get(b"kind") == b"session_opened":
+            self._wake.set()
+        elif fields.get(b"kind") == ahead.STORED:
+            await ahead.prepare(self._context, entry, fields)
 
     def _take(self, sample: object) -> None:
         if isinstance(sample, StepSample):

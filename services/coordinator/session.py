@@ -26,6 +26,7 @@ from shared.adapters import Conflict, Unknown
 from shared.replica_state import State
 from shared.rounds import AggregateResult, RoundResult
 from shared.sessions import Phase, Session
+from shared.stopwatch import Stopwatch, in_words
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class SessionRun:
         self._context, self._session = context, session
         self._opening = Opening(context)
         self._first_step_told = session.done > 0
+        self._watch = Stopwatch()  # of the round in work
 
     async def run(self) -> None:
         """Rounds until something ends the session; the reason goes into its event."""
@@ -55,16 +57,19 @@ class SessionRun:
         session = self._session
         await self._opening.prepare(session)
         while (why := await self._begin()) is None:
-            results, exchange = await self._train()
+            with self._watch.stage("clients"):
+                results, exchange = await self._train()
             if not self._quorum(results):
                 await self._miss(f"{len(results)} of {len(self._session.clients)} handed over")
                 continue
             try:
-                made = await self._aggregate(results, exchange)
+                with self._watch.stage("aggregate"):
+                    made = await self._aggregate(results, exchange)
             except NoAggregate as e:
                 await self._miss(str(e))
                 continue
-            checked = await self._check(results, made)
+            with self._watch.stage("check"):
+                checked = await self._check(results, made)
             await self._publish(results, made, checked)
         return why
 
@@ -82,7 +87,10 @@ class SessionRun:
             if self._session.paused:
                 await asyncio.sleep(PAUSE_LOOK)
                 continue
-            if await self._configure():
+            self._watch = Stopwatch()
+            with self._watch.stage("configure"):
+                opened = await self._configure()
+            if opened:
                 return None
             await asyncio.sleep(PAUSE_LOOK)
 
@@ -138,6 +146,7 @@ class SessionRun:
     async def _configure(self) -> bool:
         """Open the next round; False when load leaves no client a training batch."""
         s, context, opening = self._session, self._context, self._opening
+        now = context.now()
         await opening.refresh(s)
         choices = await context.choose(s, opening.options)
         B = opening.batches(s, choices, context.suspended)
@@ -152,7 +161,6 @@ class SessionRun:
             await context.save(self._session)
             await context.tell("round_waits", s, why="load leaves no client a training batch")
             return False
-        now = context.now()
         live = await context.cluster.live()
         number = await opening.next_round(s)
         attempt = s.attempt + 1 if number == s.round else 1
@@ -167,6 +175,7 @@ class SessionRun:
             deadline=now + opening.expected(s, B),
             B=B,
             results={},
+            heldout=s.heldout if s.heldout_of == opening.parent.version else {},
             samples={**s.samples, **opening.samples(s, live)},
             server=s.server if s.server in s.clients else opening.best(s, live),
         )
@@ -205,12 +214,19 @@ class SessionRun:
         return results, training.exchange
 
     async def _tell_first_step(self, results: dict[str, RoundResult]) -> None:
-        steps = [r.first_step for r in results.values() if r.first_step > 0]
-        if steps and not self._first_step_told:
-            self._first_step_told = True
-            await self._context.tell(
-                "first_step", self._session, seconds=round(min(steps) - self._session.created, 3)
-            )
+        """Once a session, with what lay between its opening and its first micro-step."""
+        begun = [r for r in results.values() if r.first_step > 0]
+        if not begun or self._first_step_told:
+            return
+        self._first_step_told = True
+        s, first = self._session, min(begun, key=lambda r: r.first_step)
+        stages = {
+            "opening": s.started - s.created,
+            "queue": first.started - s.started,
+            "prepare": first.first_step - first.started,
+        }
+        seconds = round(first.first_step - s.created, 3)
+        await self._context.tell("first_step", s, seconds=seconds, stages=in_words(stages))
 
     def _quorum(self, results: dict[str, RoundResult]) -> bool:
         """All, or at least two at the deadline."""
@@ -252,7 +268,9 @@ class SessionRun:
         self, results: dict[str, RoundResult], made: AggregateResult, checked: Check
     ) -> None:
         context, opening = self._context, self._opening
-        self._session = await publish(context, opening, self._session, results, made, checked)
+        self._session = await publish(
+            context, opening, self._session, results, made, checked, self._watch.seconds
+        )
         await context.save(self._session)
 
     # ------------------------------------------------------------ end

@@ -43,6 +43,11 @@ class TrainingOptions(BaseModel):
     max_tokens: int = Field(512, ge=8, description="tokens of a sample; longer ones are cut")
     heldout_fraction: float = Field(0.1, ge=0, lt=1)
     heldout_samples: int = Field(16, ge=1, description="held-out samples of a check")
+    evaluate_share: float = Field(
+        0.03,
+        ge=0,
+        description="part of a round's training that held-out losses in it may take; 0 = no bound",
+    )
     publish: Literal["every_step", "on_improvement", "per_round"] = "on_improvement"
     prox_mu: float = Field(0.01, ge=0, description="fedprox: weight of the proximal term")
     server_lr: float = Field(1e-3, gt=0, description="fedadam: server's learning rate")

@@ -87,17 +87,23 @@ class Telemetry:
     def progress(self, replica: str) -> Progress:
         return self._progress.get(replica, Progress())
 
-    def planes(self, replica: str, now: float) -> Planes:
-        """Fits over this replica's samples and those of its like."""
-        own = self._windows.get(replica)
-        if own is None:
-            own = _Windows()
+    def seen_alone(self, replica: str) -> bool:
+        """Whether this replica, or one like it, was seen decoding while nothing trained."""
+        return any(w.decode.has(y=0) for w in self._like(replica))
+
+    def _like(self, replica: str) -> list[_Windows]:
+        """Its own windows first (perhaps empty), then those of replicas on the same hardware."""
         mine = self._hardware.get(replica)
         others = [
             w
             for name, w in self._windows.items()
             if name != replica and mine is not None and self._hardware.get(name) == mine
         ]
+        return [self._windows.get(replica) or _Windows(), *others]
+
+    def planes(self, replica: str, now: float) -> Planes:
+        """Fits over this replica's samples and those of its like."""
+        own, *others = self._like(replica)
         return Planes(
             decode=own.decode.fit(now, [w.decode for w in others], self._usual_B),
             prefill=own.prefill.fit(now, [w.prefill for w in others], self._usual_B),

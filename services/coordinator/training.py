@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from services.coordinator.context import Context
 from services.coordinator.jobs import POLL, JobFailed, job_id
+from services.coordinator.paths import choose_path
 from services.coordinator.search import cycle
 from services.coordinator.settings import TrainingOptions
 from shared.adapter_files import TENSOR_FILE
@@ -109,17 +110,21 @@ class Training:
     def _path_of_updates(self) -> str:
         """By size: a float32 update of rank r over the adapter's file size is close enough."""
         settings = self._context.settings
-        if settings.exchange != "auto":
-            return settings.exchange
         file = Path(self._parent_path) / TENSOR_FILE
         size = file.stat().st_size if file.exists() else 0
-        return "group" if size >= settings.exchange_bytes else "redis"
+        return choose_path(settings.exchange, size, settings.exchange_bytes)
 
     def _lora_of(self, client: str) -> Lora:
         """The client's own rank under flexlora; lora_alpha / rank stays the same."""
         rank = self._options.client_ranks.get(client, self._lora.rank)
         alpha = self._lora.lora_alpha * rank / self._lora.rank
         return replace(self._lora, rank=rank, lora_alpha=alpha)
+
+    def _cycle(self, client: str) -> tuple[int, ...]:
+        """The first round's micro-batches; a rest among them only where serving without
+        training has not been seen yet."""
+        rests = not self._context.telemetry.seen_alone(client)
+        return cycle(self._session.B[client], self._options.B_max, rests=rests)
 
     def _job(self, client: str) -> RoundJob:
         s, o = self._session, self._options
@@ -138,11 +143,15 @@ class Training:
             prox_mu=o.prox_mu if o.strategy == "fedprox" else 0.0,
             steps=o.local_steps,
             accumulation=o.accumulation,
-            micro_batches=cycle(s.B[client], o.B_max) if first else (s.B[client],),
+            micro_batches=self._cycle(client) if first else (s.B[client],),
             learning_rate=o.learning_rate,
             max_rounds=o.max_rounds,
             max_tokens=o.max_tokens,
             heldout_fraction=o.heldout_fraction,
+            heldout_samples=o.heldout_samples,
+            heldout_before=s.heldout.get(client),
+            evaluate_share=o.evaluate_share,
+            judged=True,
             publish=o.publish,
             privacy=o.privacy,
             exchange=self._exchange,

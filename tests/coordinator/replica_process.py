@@ -92,6 +92,12 @@ def initialise(plain: dict[str, Any]) -> dict[str, Any]:
     return to_json(rounds.InitialiseResult(version=job.version, path=str(path), parameters=1))
 
 
+def prepare(plain: dict[str, Any]) -> dict[str, Any]:
+    job = from_json(plain, rounds.PrepareJob)
+    redis.rpush("test:prepared", f"{REPLICA} {job.adapter} {job.lora.rank} {job.max_tokens}")
+    return to_json(rounds.PrepareResult(examples=8, seconds=0.0))
+
+
 def local_round(plain: dict[str, Any]) -> dict[str, Any]:
     job, fault, started = from_json(plain, rounds.RoundJob), wrong(), now()
     redis.hincrby("test:jobs", f"{job.round}:{REPLICA}", 1)
@@ -115,6 +121,7 @@ def local_round(plain: dict[str, Any]) -> dict[str, Any]:
             lora=job.lora,
             examples=examples,
             steps=job.steps if examples else 0,
+            heldout_before=job.heldout_before,
             first_loss=first,
             loss=distance(tensors) if fault.get("update") is None else first,
             loss_reduction=0.01,
@@ -123,6 +130,7 @@ def local_round(plain: dict[str, Any]) -> dict[str, Any]:
             first_step=now(),
             seconds=now() - started,
             train_seconds=0.01,
+            parts={"prepare": 0.002},
             blob=job.blob if job.exchange == "redis" else "",
         )
     )
@@ -199,6 +207,7 @@ def aggregate(plain: dict[str, Any]) -> dict[str, Any]:
 
 def evaluate(plain: dict[str, Any]) -> dict[str, Any]:
     job = from_json(plain, rounds.EvaluateJob)
+    redis.rpush(f"test:evaluated:{REPLICA}", str(len(job.paths)))
     ce = tuple(distance(read(path)) for path in job.paths)
     return to_json(rounds.EvaluateResult(client=REPLICA, ce=ce, tokens=10))
 
@@ -218,7 +227,7 @@ def beat() -> None:
 
 def main() -> None:
     module = types.ModuleType("services.replica.training.job")
-    for function in (initialise, local_round, send_update, aggregate, evaluate):
+    for function in (initialise, prepare, local_round, send_update, aggregate, evaluate):
         setattr(module, function.__name__, function)
     sys.modules[module.__name__] = module
     threading.Thread(target=beat, daemon=True).start()

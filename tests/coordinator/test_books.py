@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.coordinator.aggregating import backend
 from services.coordinator.checking import verdict
 from services.coordinator.settings import BadOptions, CoordinatorSettings
 from services.coordinator.telemetry import Telemetry
 from shared.messages import Finished, StepSample, TrainSample
 from shared.quality import after_round, weighted_mean
-from shared.records import ReplicaRecord
 
 
 def step(replica: str, b: int, B: int, seconds: float, **more: object) -> StepSample:
@@ -42,6 +40,17 @@ def test_replicas_on_equal_hardware_share_what_they_saw() -> None:
     other = books.planes("r2", 1.0).model()
     assert other is not None
     assert other.alpha1 == pytest.approx(0.2)
+
+
+def test_serving_without_training_counts_as_seen_on_replicas_of_the_same_hardware() -> None:
+    books = Telemetry()
+    books.step(step("r0", 2, 4, 0.2))
+    assert not books.seen_alone("r0")
+    books.step(step("r1", 2, 0, 0.1))
+    assert not books.seen_alone("r0")
+    books.describe("r0", "cpu")
+    books.describe("r1", "cpu")
+    assert books.seen_alone("r0")
 
 
 def test_one_batch_size_makes_no_model_yet() -> None:
@@ -122,17 +131,6 @@ def test_quality_moves_with_the_loss_and_never_by_more_than_two(
     if after < before:
         assert q >= parent
     assert after_round(parent, None, after) == after_round(parent, before, None) == parent
-
-
-def test_nccl_needs_a_gpu_of_its_own_for_every_member() -> None:
-    def on(*places: tuple[str, str]) -> str:
-        return backend([ReplicaRecord(host=host, device=device) for host, device in places])
-
-    assert on(("a", "cuda:0"), ("a", "cuda:1"), ("b", "cuda:0")) == "nccl"
-    assert on(("a", "cuda:0"), ("a", "cuda:0")) == "gloo"  # two ranks on one GPU
-    assert on(("a", "cuda:0"), ("a", "cpu")) == "gloo"
-    assert on(("a", ""), ("b", "")) == "gloo"
-    assert on(("a", "cuda:0")) == "gloo"
 
 
 def test_a_weighted_mean_leaves_out_what_is_unknown() -> None:

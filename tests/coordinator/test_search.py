@@ -116,6 +116,21 @@ def test_progress_ignores_what_is_not_finite_and_smooths_the_rest() -> None:
 def test_the_first_round_observes_the_serving_side_with_and_without_training() -> None:
     assert cycle(4, 16) == (4, 0, 8)
     assert cycle(4, 6) == (4, 0, 6)
+    assert cycle(4, 16, rests=False) == (4, 8)  # serving alone is known already
+
+
+def test_a_round_whose_gradient_was_lost_in_noise_does_not_stand_for_all_later_ones() -> None:
+    known = Progress().updated(0.01, 20.0)
+    assert known.updated(0.01, 1e13).noise_scale == 20.0  # |G|^2 came out at 0
+    once = known.updated(0.01, 2000.0)
+    assert once.noise_scale == pytest.approx(200.0)  # by the logarithm
+    assert once.updated(0.01, 20.0).noise_scale < 65
+
+
+def test_efficiency_counts_the_micro_batches_that_a_step_really_has() -> None:
+    """The fewer make a step, the longer larger ones pay off."""
+    few, many = (search([member(accumulation=m)], demand(0.0))["r0"] for m in (1, 8))
+    assert few.B > many.B
 
 
 def test_a_limit_that_short_requests_name_is_not_held_against_long_ones() -> None:

@@ -17,6 +17,7 @@ from shared.leader import first
 from shared.lease import is_fenced
 from shared.messages import BODY, SuspendTraining, encode
 from shared.replica_state import State, move
+from shared.stopwatch import from_words
 from tests.coordinator.conftest import REPLICAS, TRAINING, Coordinators, Fleet
 
 
@@ -54,6 +55,44 @@ async def test_a_session_trains_publishes_and_gives_its_members_back(
     kept = await sessions.read(redis, session)
     assert kept is not None
     assert kept.phase == "ended"
+
+
+async def test_a_round_says_where_its_time_went_and_measures_no_loss_twice(
+    cluster: Fleet, coordinators: Coordinators, redis: Redis
+) -> None:
+    await coordinators.start()
+    await cluster.open(*REPLICAS)
+    await cluster.event("session_ended")
+    for done in await cluster.events("round_done"):
+        stages = from_words(done["stages"])
+        assert set(stages) == {"configure", "clients", "aggregate", "check"}
+        assert sum(stages.values()) <= float(done["seconds"]) + 0.005
+        client, _, words = done["slowest"].partition(": ")
+        assert client in REPLICAS
+        assert {"train", "wait", "prepare", "other"} == set(from_words(words))
+    first = await cluster.event("first_step")
+    stages = from_words(first["stages"])
+    assert set(stages) == {"opening", "queue", "prepare"}
+    assert sum(stages.values()) == pytest.approx(float(first["seconds"]), abs=0.01)
+    # the parent and the new version, then the new one only
+    assert await redis.lrange("test:evaluated:r0", 0, -1) == [b"2", b"1"]
+
+
+async def test_stored_data_is_prepared_before_any_session(
+    cluster: Fleet, coordinators: Coordinators, redis: Redis
+) -> None:
+    await coordinators.start()
+    event = {"kind": "data_stored", "replica": "r1", "adapter": "chat", "file": "a"}
+
+    async def prepared() -> int:
+        """Told until it is heard: a coordinator follows what happens after its start."""
+        await redis.xadd(names.EVENTS, {**event, "replica": "r0", "ok": "0"})
+        await redis.xadd(names.EVENTS, {**event, "replica": "nobody", "ok": "1"})
+        await redis.xadd(names.EVENTS, {**event, "ok": "1"})
+        return int(await redis.llen("test:prepared"))
+
+    await cluster.until(prepared)
+    assert set(await redis.lrange("test:prepared", 0, -1)) == {b"r1 chat 4 512"}
 
 
 async def test_a_client_killed_in_its_round_is_left_out_and_the_round_goes_on(

@@ -64,6 +64,30 @@ def test_a_round_trains_publishes_and_reports(worker: TrainingProcess, parent: s
         assert np.array_equal(update[name], tensor.numpy())
 
 
+def test_a_round_that_is_judged_elsewhere_measures_no_loss_of_its_own(
+    worker: TrainingProcess, parent: str
+) -> None:
+    changes = {"session": "j0", "judged": True, "evaluate_share": 1e-6, "round": 71}
+    job = worker.round_job(parent, heldout_before=4.25, **changes)
+    result = worker.result(worker.call(rounds.LOCAL_ROUND, job), rounds.RoundResult)
+    assert (result.steps, result.heldout_before, result.heldout_after) == (4, 4.25, None)
+    assert result.published == ()
+    assert "evaluate" not in result.parts
+    assert {"prepare", "update", "save", "hand_over"} <= result.parts.keys()
+    assert sum(result.parts.values()) + result.train_seconds <= result.seconds + 0.05
+
+
+def test_prepared_data_is_what_the_round_then_finds(worker: TrainingProcess, parent: str) -> None:
+    job = rounds.PrepareJob(adapter="math", base="tiny", lora=LORA, max_tokens=200)
+    done = worker.result(worker.call(rounds.PREPARE, job), rounds.PrepareResult)
+    assert done.examples > 0
+    nothing = msgspec.structs.replace(job, adapter="unheard-of")
+    assert worker.result(worker.call(rounds.PREPARE, nothing), rounds.PrepareResult).examples == 0
+    other = worker.call(rounds.PREPARE, msgspec.structs.replace(job, base="other"))
+    until(lambda: other.get_status(refresh=True) == "failed", "failure")
+    assert "this replica holds 'tiny'" in other.latest_result().exc_string
+
+
 def test_steps_are_on_the_metrics_stream(worker: TrainingProcess, parent: str) -> None:
     worker.redis.delete(names.METRICS)
     job = worker.round_job(parent, session="b", steps=2)

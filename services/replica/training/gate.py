@@ -146,10 +146,12 @@ class ServingGate:
     # ------------------------------------------------------------ around a job
 
     def rest(self, seconds: float) -> None:
-        """Leave serving alone for a while (a step of B = 0). Raises what ``check`` raises."""
+        """Leave serving alone for a while (a step of B = 0), so that its latency without
+        training is seen; at most until it rests itself. Raises what ``check`` raises."""
         self._give_back()
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        self._check()
+        while time.monotonic() < end and not self._serving_rests():
             self._check()
             time.sleep(POLL)
 

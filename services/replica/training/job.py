@@ -36,6 +36,8 @@ from shared.rounds import (
     EvaluateResult,
     InitialiseJob,
     InitialiseResult,
+    PrepareJob,
+    PrepareResult,
     RoundJob,
     SendJob,
     SendResult,
@@ -63,6 +65,20 @@ def initialise(plain: Json) -> Json:
     )
     count = adapter.flat.numel()
     return to_json(InitialiseResult(version=job.version, path=str(path), parameters=count))
+
+
+def prepare(plain: Json) -> Json:
+    """PrepareJob -> PrepareResult."""
+    job, context = from_json(plain, PrepareJob), CONTEXT.get()
+    if job.base != context.config.model:
+        raise BadJob(f"base {job.base!r}: this replica holds {context.config.model!r}")
+    begun = time.monotonic()
+    data = context.data_set(job.adapter, job.max_tokens, job.heldout_fraction)
+    if data is None:
+        return to_json(PrepareResult(examples=0, seconds=0.0))
+    context.adapter(job.lora, job.seed)
+    seconds = time.monotonic() - begun
+    return to_json(PrepareResult(examples=len(data.train.examples), seconds=seconds))
 
 
 def local_round(plain: Json) -> Json:
@@ -218,4 +234,12 @@ def _server_state(parent: Path) -> Arrays | None:
     return loaded
 
 
-__all__ = ["Stopped", "aggregate", "evaluate", "initialise", "local_round", "send_update"]
+__all__ = [
+    "Stopped",
+    "aggregate",
+    "evaluate",
+    "initialise",
+    "local_round",
+    "prepare",
+    "send_update",
+]

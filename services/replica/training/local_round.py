@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
 
-from services.replica.training import state, update
+from services.replica.training import update
 from services.replica.training.context import DataSet, TrainingContext, read_tensors
-from services.replica.training.data import Example
 from services.replica.training.gate import DeadlinePassed, ServingGate
+from services.replica.training.heldout import HeldOut
 from services.replica.training.history import History
 from services.replica.training.model import Adapter
 from services.replica.training.publisher import Publisher
+from services.replica.training.saved_round import SavedRound
 from services.replica.training.trainer import Plan, StepResult, Trainer
-from shared import adapter_files
 from shared.messages import TrainSample
 from shared.rounds import BadJob, RoundJob, RoundResult
+from shared.stopwatch import Stopwatch
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +35,8 @@ class LocalRound:
         self._context, self._job, self._user_check = context, job, check
         self._settings = context.settings
         self._history = History()
+        self._watch = Stopwatch()
         self._started = context.now()
-        self._heldout: Sequence[Example] = ()
         self._last_step_seconds = 1.0
 
     def run(self) -> RoundResult:
@@ -42,23 +44,19 @@ class LocalRound:
         job, context = self._job, self._context
         if not any(B > 0 for B in job.micro_batches):
             raise BadJob("micro_batches: at least one entry above 0 expected")
-        self._data = context.data_set(job.adapter, job.max_tokens, job.heldout_fraction)
-        if self._data is None or not self._data.train.examples:
-            log.info("round %d of %s: no training data here", job.round, job.adapter)
-            return self._result()
-        adapter = context.adapter(job.lora, job.seed)
-        parent = read_tensors(Path(job.parent_path), job.lora.rank)
-        adapter.load(parent)
-        self._heldout = self._data.heldout.examples[: self._settings.heldout_limit]
-        self._gate = ServingGate(
-            context.block,
-            context.slots,
-            self._check,
-            threads=self._settings.threads,
-            yielding=self._settings.yielding,
-            layers=adapter.model.config.num_hidden_layers,
-        )
-        trainer = self._trainer(adapter, self._data)
+        with self._watch.stage("prepare"):
+            data = context.data_set(job.adapter, job.max_tokens, job.heldout_fraction)
+            if data is None or not data.train.examples:
+                log.info("round %d of %s: no training data here", job.round, job.adapter)
+                return self._result()
+            adapter = context.adapter(job.lora, job.seed)
+            parent = read_tensors(Path(job.parent_path), job.lora.rank)
+            adapter.load(parent)
+            self._gate = self._new_gate(adapter)
+            trainer = self._trainer(adapter, data)
+            self._saved = SavedRound(context.config.home, job, data.fingerprint)
+            self._history = self._saved.restore(trainer)
+            self._heldout = self._new_heldout(trainer, data, parent)
         context.block.training = 1
         try:
             self._train(trainer, adapter)
@@ -75,6 +73,32 @@ class LocalRound:
         self._user_check()
         if self._job.deadline and self._context.now() >= self._job.deadline:
             raise DeadlinePassed
+
+    def _new_gate(self, adapter: Adapter) -> ServingGate:
+        return ServingGate(
+            self._context.block,
+            self._context.slots,
+            self._check,
+            threads=self._settings.threads,
+            yielding=self._settings.yielding,
+            layers=adapter.model.config.num_hidden_layers,
+        )
+
+    def _new_heldout(self, trainer: Trainer, data: DataSet, parent: dict[str, Tensor]) -> HeldOut:
+        job = self._job
+        count = job.heldout_samples or self._settings.heldout_limit
+        heldout = HeldOut(
+            trainer,
+            data.heldout.examples[:count],
+            self._history,
+            parent,
+            self._watch,
+            every=self._settings.evaluate_every,
+            share=job.evaluate_share,
+        )
+        if self._history.heldout_before is None and job.heldout_before is not None:
+            heldout.known(job.heldout_before)
+        return heldout
 
     def _trainer(self, adapter: Adapter, data: DataSet) -> Trainer:
         job, settings = self._job, self._settings
@@ -94,30 +118,7 @@ class LocalRound:
             seed=job.seed,
         )
         torch.manual_seed(job.seed + job.round)
-        trainer = Trainer(adapter, data.train.examples, plan, self._gate)
-        self._restore(trainer, data)
-        return trainer
-
-    def _restore(self, trainer: Trainer, data: DataSet) -> None:
-        """Optimiser and place in the data from the session's last saved state; the weights
-        too, when it is this very round that was interrupted."""
-        job = self._job
-        found = state.load(self._state_path())
-        if found is None:
-            return
-        card, tensors = found
-        spec = trainer.adapter.spec
-        if card.session != job.session or card.lora != spec or card.data != data.fingerprint:
-            return
-        same = card.round == job.round and card.parent == job.parent
-        if same:
-            self._history = History.of(card.history)
-            log.info(
-                "round %d of %s goes on after step %d", job.round, job.adapter, self._history.steps
-            )
-        elif card.round >= job.round:
-            return  # another history: begin with a fresh optimiser
-        trainer.restore(tensors, card.numbers, weights=same)
+        return Trainer(adapter, data.train.examples, plan, self._gate)
 
     def _train(self, trainer: Trainer, adapter: Adapter) -> None:
         job, history = self._job, self._history
@@ -130,14 +131,13 @@ class LocalRound:
             keep=self._settings.keep_versions,
         )
         try:
-            if history.heldout_before is None and self._heldout:
-                history.heldout_before = history.best = trainer.evaluate(self._heldout)
             turn = history.steps
             while history.steps < job.steps:
                 trainer.B = job.micro_batches[turn % len(job.micro_batches)]
                 turn += 1
                 if trainer.B == 0:
-                    self._gate.rest(self._last_step_seconds)
+                    with self._watch.stage("rest"):
+                        self._gate.rest(self._last_step_seconds)
                     continue
                 self._one_step(trainer, adapter)
         except DeadlinePassed:
@@ -151,22 +151,26 @@ class LocalRound:
 
     def _one_step(self, trainer: Trainer, adapter: Adapter) -> None:
         job, settings, history = self._job, self._settings, self._history
+        begun = time.monotonic()
         result = trainer.step()
         history.add(result)
         self._last_step_seconds = sum(result.micro_seconds) + result.wait_seconds
+        self._watch.add("update", time.monotonic() - begun - self._last_step_seconds)
         last = history.steps >= job.steps
         ce, version = None, None
         if not last:  # after the last step the round's end does both
-            if history.steps % settings.evaluate_every == 0:
-                ce = self._evaluate(trainer)
+            if self._heldout.due():
+                ce = self._heldout.now()
             if self._worth_publishing(ce):
-                version, _ = self._publisher.publish(adapter, job.round, history.steps)
+                version = self._publish(adapter)
             if history.steps % settings.save_every == 0:
                 self._save(trainer, finished=False)
         self._report(result, ce, version)
 
-    def _evaluate(self, trainer: Trainer) -> float | None:
-        return trainer.evaluate(self._heldout) if self._heldout else None
+    def _publish(self, adapter: Adapter) -> str:
+        with self._watch.stage("publish"):
+            version, _ = self._publisher.publish(adapter, self._job.round, self._history.steps)
+        return version
 
     def _worth_publishing(self, ce: float | None) -> bool:
         """By the job's rule; without held-out data nothing can improve before the round's end."""
@@ -181,38 +185,27 @@ class LocalRound:
         return True
 
     def _finish(self, trainer: Trainer, adapter: Adapter) -> float | None:
-        """Held-out loss and publication at the round's end, past the deadline as well."""
-        job, history = self._job, self._history
-        if history.steps == 0:
+        """Held-out loss and publication at the round's end, past the deadline as well.
+
+        Where the aggregate is judged at once, this loss would be of a version that serves for
+        a moment only.
+        """
+        job = self._job
+        if self._history.steps == 0:
             return None
         after = None
         try:
-            after = self._evaluate(trainer)
+            after = None if job.judged else self._heldout.now()
         except DeadlinePassed:
             log.info("round %d of %s: no time for the held-out loss", job.round, job.adapter)
         if job.publish == "per_round" or self._worth_publishing(after):
-            self._publisher.publish(adapter, job.round, history.steps)
+            self._publish(adapter)
         self._save(trainer, finished=True)
         return after
 
     def _save(self, trainer: Trainer, *, finished: bool) -> None:
-        tensors, numbers = trainer.state()
-        assert self._data is not None
-        card = state.StateCard(
-            session=self._job.session,
-            round=self._job.round,
-            parent=self._job.parent,
-            data=self._data.fingerprint,
-            lora=trainer.adapter.spec,
-            numbers=numbers,
-            finished=finished,
-            history=self._history.plain(),
-        )
-        state.save(self._state_path(), card, tensors)
-
-    def _state_path(self) -> Path:
-        name = adapter_files.check_name(self._job.adapter)
-        return self._context.config.home / "state" / f"{name}.safetensors"
+        with self._watch.stage("save"):
+            self._saved.save(trainer, self._history, finished=finished)
 
     def _report(self, result: StepResult, ce: float | None, version: str | None) -> None:
         self._context.metric(
@@ -247,14 +240,11 @@ class LocalRound:
     ) -> RoundResult:
         """Keep the update on disk, upload it where the job says so, report."""
         job, context = self._job, self._context
-        kept = update.keep(
-            context.redis,
-            context.config.home,
-            job,
-            parent,
-            adapter.tensors(),
-            upload=self._history.steps > 0 and job.exchange == "redis" and bool(job.blob),
-        )
+        upload = self._history.steps > 0 and job.exchange == "redis" and bool(job.blob)
+        with self._watch.stage("hand_over"):
+            kept = update.keep(
+                context.redis, context.config.home, job, parent, adapter.tensors(), upload=upload
+            )
         first = self._gate.first_micro_step
         return msgspec.structs.replace(
             self._result(),
@@ -291,4 +281,5 @@ class LocalRound:
             seconds=self._context.now() - self._started,
             train_seconds=history.train_seconds,
             wait_seconds=history.wait_seconds,
+            parts=self._watch.seconds,
         )

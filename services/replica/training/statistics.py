@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FLOOR = 1e-12
-SMOOTHING = 0.3  # weight of the newest observation
+SMOOTHING = 0.1  # weight of the newest observation, at least; of the n-th it is 1 / n before
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Noise:
 
     gradient: float  # |G|^2
     trace: float  # tr Sigma, per sample
+    count: int = 1  # observations in it
 
     @property
     def scale(self) -> float:
@@ -44,12 +45,19 @@ def estimate_noise(micro_squares: Sequence[float], mean_square: float, B: float)
 
 
 def smooth(old: Noise | None, new: Noise | None) -> Noise | None:
-    """Exponential smoothing of both estimates; a missing observation changes nothing."""
+    """The mean of the first observations, then exponential smoothing; a missing one changes
+    nothing.
+
+    With two or three micro-gradients a step a single estimate of |G|^2 is mostly noise, and
+    often negative: it takes some ten of them to tell the gradient from it.
+    """
     if new is None or old is None:
         return new or old
+    weight = max(SMOOTHING, 1 / (old.count + 1))
     return Noise(
-        gradient=old.gradient + SMOOTHING * (new.gradient - old.gradient),
-        trace=old.trace + SMOOTHING * (new.trace - old.trace),
+        gradient=old.gradient + weight * (new.gradient - old.gradient),
+        trace=old.trace + weight * (new.trace - old.trace),
+        count=old.count + 1,
     )
 
 

@@ -269,6 +269,7 @@ class Trainer:
             "last_loss": self.last_loss,
             "noise_gradient": None if self.noise is None else self.noise.gradient,
             "noise_trace": None if self.noise is None else self.noise.trace,
+            "noise_count": None if self.noise is None else self.noise.count,
         }
         for name, parameter in zip(self.adapter.names, self.adapter.parameters, strict=True):
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -291,7 +292,7 @@ class Trainer:
         self.last_loss = numbers["last_loss"]
         gradient, trace = numbers["noise_gradient"], numbers["noise_trace"]
         if gradient is not None and trace is not None:
-            self.noise = statistics.Noise(gradient, trace)
+            self.noise = statistics.Noise(gradient, trace, int(numbers.get("noise_count") or 1))
         self._stream = self._stream.at(
             Cursor(int(numbers["epoch"] or 0), int(numbers["position"] or 0))
         )
