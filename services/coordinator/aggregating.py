@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from services.coordinator.context import Context
 from services.coordinator.jobs import JobFailed, job_id
+from services.coordinator.paths import choose_backend
 from services.coordinator.settings import TrainingOptions
 from shared.records import ReplicaRecord
 from shared.replica_state import State
@@ -90,7 +91,7 @@ class Aggregation:
         group_id = self._id("group", server)
         timeout = self._context.settings.exchange_timeout
         live = await self._context.cluster.live()
-        how = backend([live[m] for m in members if m in live])
+        how = choose_backend([live.get(m, ReplicaRecord(id=m)) for m in members])
 
         def group(rank: int) -> Group:
             return Group(id=group_id, rank=rank, members=members, backend=how, timeout=timeout)
@@ -185,15 +186,6 @@ class Aggregation:
     def _id(self, what: str, replica: str) -> str:
         s = self._session
         return job_id(s.id, f"r{s.round}", f"a{s.attempt}", what, replica)
-
-
-def backend(members: Sequence[ReplicaRecord]) -> str:
-    """NCCL when every member says that it has a GPU of its own, else Gloo.
-
-    NCCL refuses two ranks on one GPU; ``host`` and ``device`` together name a GPU.
-    """
-    gpus = {(r.host, r.device) for r in members if r.device.startswith("cuda:")}
-    return "nccl" if len(members) > 1 and len(gpus) == len(members) else "gloo"
 
 
 def servers(live: Mapping[str, ReplicaRecord], session: Session) -> list[str]:
