@@ -173,6 +173,11 @@ def tenant_chats(tenant: str) -> str:
     return f"{PREFIX}tenant:{tenant}:chats"
 
 
+def tenant_learnt(tenant: str) -> str:
+    """Hash: example made of a tenant's feedback -> bytes; field "" has their sum."""
+    return f"{PREFIX}tenant:{tenant}:learnt"
+
+
 def tenant_running(tenant: str) -> str:
     """Hash: gateway process -> a tenant's requests that run there, as of when; expires."""
     return f"{PREFIX}tenant:{tenant}:running"

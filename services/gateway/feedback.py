@@ -127,7 +127,7 @@ def add(app: FastAPI, gateway: Gateway) -> None:
 async def take(gateway: Gateway, told: FeedbackRequest, who: Principal) -> dict[str, Any]:
     """The answer to feedback. The latest on a chat replaces what was learnt of it before.
 
-    Raises ApiError 400, 403, 404, 409, 503.
+    Raises ApiError 400, 403, 404, 409, 429, 503.
     """
     own = gateway.settings.tenants.get(who.tenant)
     if own is None or not own.feedback_adapter:
@@ -147,9 +147,9 @@ async def take(gateway: Gateway, told: FeedbackRequest, who: Principal) -> dict[
         learnt = asked.answer
     if not learnt:
         if asked.home:
-            await data_homes.send_delete(
-                gateway.redis, asked.home, asked.adapter, _file(request_id)
-            )
+            file = _file(request_id)
+            await data_homes.send_delete(gateway.redis, asked.home, asked.adapter, file)
+            await gateway.storage.book_example(who.tenant, file, 0)
             await gateway.memory.learnt(who.tenant, request_id, asked, "")
         return {"object": "feedback", "request_id": told.request_id, "stored": False}
     home = await _store(gateway, who.tenant, request_id, asked, learnt)
@@ -169,7 +169,7 @@ def _file(request_id: str) -> str:
 
 
 async def _store(gateway: Gateway, tenant: str, request_id: str, asked: Asked, learnt: str) -> str:
-    """One example at the adapter's home replica; returns it. Raises ApiError 409, 503."""
+    """One example at the adapter's home replica; returns it. Raises ApiError 400, 409, 429, 503."""
     base = await _claim(gateway, tenant, asked)
     live = sorted(gateway.catalogue.now.replicas.get(base, {}))
     if asked.home in live:
@@ -180,17 +180,28 @@ async def _store(gateway: Gateway, tenant: str, request_id: str, asked: Asked, l
         except data_homes.NoHome as e:
             raise unavailable(str(e), 5.0) from None
     sample = {"messages": [*asked.messages, {"role": "assistant", "content": learnt}]}
+    raw = msgspec.json.encode(sample) + b"\n"
+    await gateway.storage.book_example(tenant, _file(request_id), len(raw))
+    try:
+        await _send(gateway, home, asked.adapter, _file(request_id), raw)
+    except ApiError as e:
+        if e.status == 400:  # refused; one that was not answered in time may be stored all the same
+            await gateway.storage.book_example(tenant, _file(request_id), 0)
+        raise
+    return home
+
+
+async def _send(gateway: Gateway, home: str, adapter: str, file: str, raw: bytes) -> None:
+    """Stored when this returns. Raises ApiError 400, 503."""
     redis = gateway.redis
     seconds, micros = await redis.time()
     since = f"{seconds * 1000 + micros // 1000 - 1}-0"
-    raw = msgspec.json.encode(sample) + b"\n"
-    ticket = await data_homes.send(redis, home, asked.adapter, _file(request_id), raw)
+    ticket = await data_homes.send(redis, home, adapter, file, raw)
     answers = await data_homes.answers(redis, [ticket], since, STORE_SECONDS)
     if ticket not in answers:
         raise unavailable("the data's home did not answer in time", 5.0)
     if answers[ticket].get("ok") != "1":
         raise ApiError(400, "this chat cannot be learnt from: " + answers[ticket].get("why", ""))
-    return home
 
 
 async def _claim(gateway: Gateway, tenant: str, asked: Asked) -> str:

@@ -39,21 +39,13 @@ class Files:
         """Raises ApiError 400, 413, 429."""
         gateway = self._gateway
         async with self._uploading:
-            used = sum(f.bytes for f in await gateway.jobs.all(File, tenant))
             file_id = new_id("file")
             place = path(gateway.settings.data_dir, file_id)
             size, digest = await asyncio.to_thread(_write, upload, place)
             try:
                 if size == 0:
                     raise bad_value("file", "the file is empty")
-                if used + size > self._quota(tenant):
-                    raise ApiError(
-                        429,
-                        f"the tenant's files would exceed {self._quota(tenant)} bytes; delete some",
-                        type="insufficient_quota",
-                        code="insufficient_quota",
-                        retry=False,
-                    )
+                await gateway.storage.room_for_file(tenant, size)
                 file = File(
                     id=file_id,
                     tenant=tenant,
@@ -68,13 +60,6 @@ class Files:
                 place.unlink(missing_ok=True)
                 raise
         return file
-
-    def _quota(self, tenant: str) -> int:
-        settings = self._gateway.settings
-        own = settings.tenants.get(tenant)
-        if own is not None and own.storage_bytes is not None:
-            return own.storage_bytes
-        return settings.storage_bytes
 
     async def find(self, file_id: str, who: Principal) -> File:
         """Raises ApiError 404, also for another tenant's."""

@@ -211,6 +211,9 @@ class Adapters:
             )
             for replica in replicas:
                 await data_homes.send_delete(self._gateway.redis, replica, name)
+            own = self._gateway.settings.tenants.get(known.tenant)
+            if own is not None and own.feedback_adapter == name:
+                await self._gateway.storage.forget_examples(known.tenant)
         self._locks.pop(name, None)
         return True
 

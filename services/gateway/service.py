@@ -30,6 +30,7 @@ from services.gateway.outbox import Outbox
 from services.gateway.reconcile import Reconciler
 from services.gateway.responses import Responses
 from services.gateway.settings import GatewaySettings
+from services.gateway.storage import Storage
 from services.gateway.tracing import Handler, tracer
 from shared import names
 from shared.clock import RedisClock
@@ -94,6 +95,7 @@ class Gateway:
         self.memory = Memory(self.redis)
         self.generation = Generation(self)
         self.jobs = Jobs(self.redis)
+        self.storage = Storage(self.redis, self.jobs, settings)
         self.adapters = Adapters(self)
         self.files = Files(self)
         self.fine_tuning = FineTuning(self)

@@ -488,6 +488,39 @@ async def test_feedback_becomes_an_example_at_the_adapters_home_if_the_tenant_wa
         assert unknown.status_code == 404
 
 
+async def test_feedback_counts_towards_the_tenants_storage(start, redis, tmp_path):
+    tenants = {"": {"feedback_adapter": "helpdesk", "storage_bytes": 1000}}
+    await AdapterRegistry(redis, tmp_path).register("helpdesk", base=MODEL, rank=8)
+    async with (
+        start(tenants=tenants) as served,
+        controlled(redis, f"{MODEL}-r0", tmp_path),
+    ):
+        request_id = (await served.chat()).headers["x-request-id"]
+
+        async def tell(text: str) -> httpx.Response:
+            body = {"request_id": request_id, "corrected": text}
+            return await served.http.post("/v1/feedback", json=body)
+
+        async def upload(size: int) -> httpx.Response:
+            good = {"purpose": "fine-tune"}
+            return await served.http.post(
+                "/v1/files", data=good, files={"file": ("a", b"x" * size)}
+            )
+
+        too_long = await tell("x" * 1000)
+        assert too_long.status_code == 429
+        assert too_long.json()["error"]["code"] == "insufficient_quota"
+        assert data_homes.count(tmp_path, f"{MODEL}-r0") == {}
+        assert (await tell("x" * 500)).status_code == 200
+        assert (await tell("x" * 500)).status_code == 200  # replaces it, and needs no more room
+        assert (await upload(500)).status_code == 429
+        assert (await tell("x")).status_code == 200
+        assert (await upload(500)).status_code == 200
+        assert (await tell("x" * 500)).status_code == 429
+        assert (await served.http.delete("/v1/models/helpdesk")).status_code == 200
+        assert not await redis.exists(names.tenant_learnt(""))
+
+
 async def test_feedback_may_be_told_to_another_gateway_and_by_its_own_tenant_only(
     start, redis, redis_server, tmp_path
 ):
