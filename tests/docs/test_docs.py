@@ -163,7 +163,10 @@ def _containers(resource: dict[str, Any]) -> list[dict[str, Any]]:
     ("file", "resource"), _resources(), ids=lambda x: x["kind"] if isinstance(x, dict) else x
 )
 def test_each_kubernetes_resource_fits_its_schema(file: str, resource: dict[str, object]) -> None:
-    kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+    version = kubernetes_validate.latest_version()
+    kubernetes_validate.validate(resource, version, strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError, match="nonsense"):
+        kubernetes_validate.validate({**resource, "nonsense": 1}, version, strict=True)
 
 
 def test_the_kustomization_lists_every_manifest() -> None:
