@@ -14,14 +14,21 @@ import msgspec
 class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
     """Coefficients of one replica.
 
-    decode iteration  T_infer(b, B)   = alpha1 b + alpha2 B + alpha0
+    decode iteration  T_infer(b, B)   = alpha1 b + alpha2 B' + alpha3 b B' + alpha0
+                      B' = B, but at most ``flat`` where that is above 0
     prefill           T_prefill(p, B) = pi1 p + pi2 B + pi0          p = prompt tokens
     micro-step        T_train(b, B)   = gamma1 B + gamma2 b + gamma0
+
+    The paper's T_infer is that of alpha3 = flat = 0. On a GPU training takes a share of the
+    machine that grows with B. On a CPU it takes cores, which every request of an iteration then
+    misses (alpha3), and it takes them whole whatever its batch (flat).
     """
 
     alpha1: float = 0.0
     alpha2: float = 0.0
     alpha0: float = 0.0
+    alpha3: float = 0.0
+    flat: float = 0.0  # samples; a larger micro-batch slows decoding no further; 0: it does
     pi1: float = 0.0
     pi2: float = 0.0
     pi0: float = 0.0
@@ -31,7 +38,18 @@ class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
 
     def t_infer(self, b: float, B: float = 0.0) -> float:
         """Seconds of one decode iteration with b requests beside a micro-batch B."""
-        return self.alpha1 * b + self.alpha2 * B + self.alpha0
+        return self.infer_slope(B) * b + self.infer_fixed(B)
+
+    def infer_slope(self, B: float) -> float:
+        """Seconds of an iteration that one more request adds beside a micro-batch B."""
+        return self.alpha1 + self.alpha3 * self._felt(B)
+
+    def infer_fixed(self, B: float) -> float:
+        """Seconds of an iteration whatever its batch."""
+        return self.alpha0 + self.alpha2 * self._felt(B)
+
+    def _felt(self, B: float) -> float:
+        return min(B, self.flat) if self.flat > 0 else B
 
     def t_prefill(self, tokens: float, B: float = 0.0) -> float:
         """Seconds to prefill ``tokens`` prompt tokens."""
@@ -71,10 +89,10 @@ class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
         never below 1 while a lone request without training keeps ``slo``.
         """
         fixed = self.t_prefill(0, B) + output * self.t_infer(0, B)
-        slope = self.pi1 * prompt + output * self.alpha1
+        slope = self.pi1 * prompt + output * self.infer_slope(B)
         b = _largest(budget - fixed, slope, b_max)
         if tpot is not None:
-            b = min(b, _largest(tpot - self.t_infer(0, B), self.alpha1, b_max))
+            b = min(b, _largest(tpot - self.t_infer(0, B), self.infer_slope(B), b_max))
         if b < 1:
             limit = budget if slo is None else slo
             return 1 if self.service(1, 0, prompt, output) <= limit else 0

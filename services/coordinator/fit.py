@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from services.coordinator.shapes import PLANE, Floats, Shape, nonnegative, select
 from shared.latency import LatencyModel
-from shared.nnls import nnls
 
-Floats = NDArray[np.float64]
+LEAST = 1e-6  # seconds: no time is taken to be shorter where errors are made relative
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Plane(msgspec.Struct, frozen=True, kw_only=True):
-    """seconds = slope_x x + slope_y y + fixed; with the quality of two fits on the same data."""
+    """A fitted ``Shape``, with the quality of two fits on the same data."""
 
     slope_x: float
     slope_y: float
@@ -44,9 +44,12 @@ class Plane(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     observed_x: bool  # at least two values of x: the slope is measured, not a prior
     observed_y: bool
+    cross: float = 0.0
+    flat: float = 0.0
 
     def __call__(self, x: float, y: float) -> float:
-        return self.slope_x * x + self.slope_y * y + self.fixed
+        felt = min(y, self.flat) if self.flat > 0 else y
+        return (self.slope_x + self.cross * felt) * x + self.slope_y * felt + self.fixed
 
 
 class Window:
@@ -80,13 +83,18 @@ class Window:
         return [s for cell in self._cells.values() for s in cell]
 
     def fit(
-        self, now: float, others: Iterable[Window] = (), usual_y: float | None = None
+        self,
+        now: float,
+        others: Iterable[Window] = (),
+        usual_y: float | None = None,
+        *,
+        shaped: bool = False,
     ) -> Plane | None:
         """The plane through this window and those of replicas on the same hardware."""
         samples = self.samples()
         for other in others:
             samples += other.samples()
-        return fit(samples, now, self._half_life, usual_y)
+        return fit(samples, now, self._half_life, usual_y, shaped=shaped)
 
 
 def fit(
@@ -94,40 +102,61 @@ def fit(
     now: float,
     half_life: float = 600.0,
     usual_y: float | None = None,
+    *,
+    shaped: bool = False,
 ) -> Plane | None:
-    """Weighted least squares with slopes and intercept >= 0; None without samples.
+    """Weighted least squares with coefficients >= 0; None without samples.
 
+    Errors count relative to the time itself: a step of 200 ms scatters more than one of 20 ms.
     Outliers go by the median absolute deviation of the residuals, in two passes. A slope whose
     variable took one value only is not identifiable and takes the prior seconds / x or
     seconds / y, never 0; if y was never above 0, ``usual_y`` stands for it: until it is seen, a
     training batch of that size is taken to double an iteration.
+
+    ``shaped``: of the shapes that the pairs seen can tell apart, the one that predicts pairs
+    left out of its fit best; else the plane.
     """
     if not samples:
         return None
     x, y, t, weight = _columns(samples, now, half_life)
     keep = np.ones(len(t), dtype=bool)
-    solution, seen_x, seen_y = np.zeros(3), False, False
+    shape = select(x, y, t, weight) if shaped else PLANE
+    fitted = t
     for _ in range(3):
-        solution, seen_x, seen_y = _solve(x[keep], y[keep], t[keep], weight[keep])
-        residual = t - _design(x, y) @ solution
-        good = _inliers(residual, keep)
-        if good.sum() < 3 or np.array_equal(good, keep):
+        scaled = weight / np.maximum(fitted, LEAST) ** 2
+        solution, seen_x, seen_y = _solve(shape, x[keep], y[keep], t[keep], scaled[keep])
+        fitted = shape.columns(x, y) @ solution
+        good = _inliers((t - fitted) / np.maximum(fitted, LEAST), keep)
+        if good.sum() < 3:
             break
         keep = good
-    single = _single(x[keep], t[keep], weight[keep])
-    two = _design(x[keep], y[keep]) @ solution
-    if not seen_y and y[0] == 0 and usual_y is not None:
-        solution[1] = float(np.average(t[keep], weights=weight[keep])) / usual_y
+    return _plane(shape, solution, (x, y, t, weight), keep, (seen_x, seen_y), usual_y)
+
+
+def _plane(
+    shape: Shape,
+    solution: Floats,
+    data: tuple[Floats, Floats, Floats, Floats],
+    keep: NDArray[np.bool_],
+    seen: tuple[bool, bool],
+    usual_y: float | None,
+) -> Plane:
+    x, y, t, weight = (column[keep] for column in data)
+    two = shape.columns(x, y) @ solution
+    if not seen[1] and y[0] == 0 and usual_y is not None:
+        solution[1] = float(np.average(t, weights=weight)) / usual_y
     return Plane(
         slope_x=float(solution[0]),
         slope_y=float(solution[1]),
         fixed=float(solution[2]),
-        r2=_r2(t[keep], two, weight[keep]),
-        r2_single=_r2(t[keep], single, weight[keep]),
-        error=float(np.average(np.abs(t[keep] - two) / t[keep], weights=weight[keep])),
+        cross=float(solution[3]) if shape.crossed else 0.0,
+        flat=shape.flat,
+        r2=_r2(t, two, weight),
+        r2_single=_r2(t, _single(x, t, weight), weight),
+        error=float(np.average(np.abs(t - two) / t, weights=weight)),
         samples=int(keep.sum()),
-        observed_x=seen_x,
-        observed_y=seen_y,
+        observed_x=seen[0],
+        observed_y=seen[1],
     )
 
 
@@ -139,35 +168,27 @@ def _columns(
     return x, y, t, np.exp2(-np.maximum(now - time, 0.0) / half_life)
 
 
-def _design(x: Floats, y: Floats) -> Floats:
-    return np.column_stack([x, y, np.ones_like(x)])
-
-
-def _solve(x: Floats, y: Floats, t: Floats, weight: Floats) -> tuple[Floats, bool, bool]:
+def _solve(
+    shape: Shape, x: Floats, y: Floats, t: Floats, weight: Floats
+) -> tuple[Floats, bool, bool]:
     """Coefficients (>= 0) with priors for what cannot be told, and which slopes were told."""
     seen_x, seen_y = np.ptp(x) > 0, np.ptp(y) > 0
+    design = shape.columns(x, y)
     mean = float(np.average(t, weights=weight))
-    solution, rest = np.zeros(3), t.copy()
-    free = [i for i, seen in enumerate((seen_x, seen_y)) if seen] + [2]
+    solution, rest = np.zeros(design.shape[1]), t.copy()
+    free = [i for i, seen in enumerate((seen_x, seen_y)) if seen] + [*range(2, len(solution))]
     if not seen_x and x[0] > 0:
         # one value of x: its share of the time cannot be told from the fixed part
         solution[0] = mean / x[0]
         rest, free = rest - solution[0] * x, [i for i in free if i != 2]
     if not seen_y and y[0] > 0 and seen_x:
         # T(y) / y with T the time that is left at this y when x is 0
-        line = _nonnegative(_design(x, y)[:, [0, 2]], t, weight)
+        line = nonnegative(design[:, [0, 2]], t, weight)
         solution[1] = line[1] / y[0]
         rest, free = rest - solution[1] * y, [i for i in free if i != 2]
     if free:
-        solution[free] = _nonnegative(_design(x, y)[:, free], rest, weight)
+        solution[free] = nonnegative(design[:, free], rest, weight)
     return solution, bool(seen_x), bool(seen_y)
-
-
-def _nonnegative(design: Floats, t: Floats, weight: Floats) -> Floats:
-    root = np.sqrt(weight)
-    scale = np.maximum(np.abs(design).max(axis=0), 1e-12)
-    solution, _ = nnls(design / scale * root[:, None], t * root)
-    return np.asarray(solution / scale)
 
 
 def _inliers(residual: Floats, keep: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -190,7 +211,9 @@ def _r2(t: Floats, predicted: Floats, weight: Floats) -> float:
     mean = np.average(t, weights=weight)
     total = float(np.sum(weight * (t - mean) ** 2))
     left = float(np.sum(weight * (t - predicted) ** 2))
-    return 1.0 if total <= 0 else 1.0 - left / total
+    if total <= 1e-24 * float(np.sum(weight * t**2)):
+        return 1.0  # equal up to rounding: nothing is left to explain
+    return 1.0 - left / total
 
 
 def latency_model(
@@ -203,6 +226,7 @@ def latency_model(
     if decode is None:
         return None
     values = {"alpha1": decode.slope_x, "alpha2": decode.slope_y, "alpha0": decode.fixed}
+    values |= {"alpha3": decode.cross, "flat": decode.flat}
     if prefill is not None:
         values |= {"pi1": prefill.slope_x, "pi2": prefill.slope_y, "pi0": prefill.fixed}
     if train is not None:

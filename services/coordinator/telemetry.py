@@ -105,7 +105,7 @@ class Telemetry:
         """Fits over this replica's samples and those of its like."""
         own, *others = self._like(replica)
         return Planes(
-            decode=own.decode.fit(now, [w.decode for w in others], self._usual_B),
+            decode=own.decode.fit(now, [w.decode for w in others], self._usual_B, shaped=True),
             prefill=own.prefill.fit(now, [w.prefill for w in others], self._usual_B),
             train=own.train.fit(now, [w.train for w in others]),
         )

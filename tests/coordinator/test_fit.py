@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -126,3 +128,57 @@ def test_no_samples_and_nonsense_samples_make_no_model() -> None:
         window.add(Sample(0.0, 1, 0, seconds))
     assert window.fit(0.0) is None
     assert latency_model(None, None, None) is None
+
+
+def shaped(seconds: Callable[[int, int], float], noise: float = 0.02) -> Plane:
+    """The fit through a grid that ``seconds(b, B)`` made."""
+    rng = np.random.default_rng(0)
+    grid = [(b, B) for b in (1, 2, 4, 8, 16) for B in (0, 2, 4, 8)]
+    result = fit(
+        [
+            Sample(0.0, b, B, seconds(b, B) * float(rng.normal(1.0, noise)))
+            for b, B in grid
+            for _ in range(20)
+        ],
+        0.0,
+        shaped=True,
+    )
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
+def test_a_plane_stays_a_plane(noise: float) -> None:
+    result = shaped(lambda b, B: 0.002 * b + 0.01 * B + 0.05, noise)
+    assert (result.cross, result.flat) == (0.0, 0.0)
+
+
+def test_training_that_takes_a_core_whatever_its_batch_is_told_from_one_that_takes_more() -> None:
+    result = shaped(lambda b, B: 0.002 * b + (0.08 if B else 0.05))
+    assert 0 < result.flat <= 2
+    assert result(4, 8) == pytest.approx(0.088, rel=0.02)
+    assert result(4, 0) == pytest.approx(0.058, rel=0.02)
+
+
+def test_training_that_slows_every_request_of_an_iteration_has_a_product() -> None:
+    result = shaped(lambda b, B: (0.002 * b + 0.02) * (1 + 0.2 * B))
+    assert result.cross == pytest.approx(0.0004, rel=0.1)
+    assert result(16, 8) == pytest.approx(0.052 * 2.6, rel=0.03)
+
+
+def test_the_model_for_the_dispatcher_says_what_the_fit_says() -> None:
+    result = shaped(lambda b, B: (0.002 * b + 0.02) * (1.8 if B else 1.0))
+    model = latency_model(result, None, None)
+    assert model is not None
+    for b, B in ((1, 0), (16, 0), (3, 2), (16, 8)):
+        assert model.t_infer(b, B) == pytest.approx(result(b, B))
+        assert model.t_infer(b, B) == pytest.approx(
+            (0.002 * b + 0.02) * (1.8 if B else 1.0), rel=0.03
+        )
+
+
+def test_too_few_pairs_make_no_other_shape_than_the_plane() -> None:
+    samples = [Sample(0.0, b, B, (0.01 * b + 0.02) * (1 + B)) for b in (1, 4) for B in (0, 4)]
+    result = fit(samples, 0.0, shaped=True)
+    assert result is not None
+    assert (result.cross, result.flat) == (0.0, 0.0)

@@ -95,3 +95,11 @@ def test_without_an_end_to_end_limit_only_the_token_pace_bounds_the_batch() -> N
 
 def test_a_vanishing_slope_leaves_the_largest_batch() -> None:
     assert LatencyModel(alpha1=1e-320).b_star(1e9, 0, 0, 1, b_max=7) == 7
+
+
+def test_training_may_slow_every_request_and_need_not_slow_more_with_its_batch() -> None:
+    model = LatencyModel(alpha1=0.002, alpha2=0.01, alpha0=0.03, alpha3=0.001, flat=2.0)
+    assert model.t_infer(4, 1) == pytest.approx(0.03 + 0.01 + 4 * 0.003)
+    assert model.t_infer(4, 2) == model.t_infer(4, 16) == pytest.approx(0.03 + 0.02 + 4 * 0.004)
+    assert model.b_star(10 * (0.05 + 5 * 0.004), 8, 0, 10, b_max=64) == 5
+    assert model.b_star(10.0, 8, 0, 10, b_max=64, tpot=0.05 + 3 * 0.004) == 3

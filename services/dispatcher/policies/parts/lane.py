@@ -86,8 +86,8 @@ class Lane:
         self.kv_total = view.kv_total or INFINITY
         self.context = view.context or INFINITY
         if latency is not None:
-            self.alpha0 = latency.alpha0 + latency.alpha2 * view.B
-            self.alpha1 = latency.alpha1
+            self.alpha0 = latency.infer_fixed(view.B)
+            self.alpha1 = latency.infer_slope(view.B)
             self.pi0 = latency.pi0 + latency.pi2 * view.B
             self.pi1 = latency.pi1
 
