@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from collm import models
 from collm.redis_server import NoRedis, find_binary
-from shared import names
+from shared import mps, names
 from shared.records import HEARTBEAT_TTL_MS
 from shared.redis_client import TRANSIENT, connect
 
@@ -175,14 +175,16 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _mps() -> Finding:
-    pipe = Path("/tmp/nvidia-mps/control")
-    if pipe.exists():
-        return Finding("MPS", Level.OK, str(pipe.parent))
+    place = mps.folder(os.environ)
+    if mps.runs(os.environ):
+        return Finding("MPS", Level.OK, f"its daemon meets clients in {place}")
     return Finding(
         "MPS",
         Level.NOTE,
-        "its daemon does not run",
-        "serving and training share a GPU better with it: nvidia-cuda-mps-control -d",
+        f"no daemon in {place}",
+        "without it serving and training take turns on a GPU; with it training is held to "
+        "replica.training_gpu_percent: nvidia-cuda-mps-control -d (containers: mount that folder, "
+        "ipc: host)",
     )
 
 

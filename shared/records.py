@@ -59,7 +59,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     data: dict[str, int] = {}  # adapter -> training samples held here
     thread_slots: int = 1
     host: str = ""
-    device: str = ""  # "cpu", "cuda:0"; "" = not said
+    device: str = ""  # "cpu", "cuda:0"; "" = emulated, or not said yet
+    gpu: str = ""  # UUID of that GPU, the same in every container; "" = none
     pid: int = 0
     started: float = 0.0
     progress: float = 0.0  # Redis time of the serving loop's last turn

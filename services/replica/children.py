@@ -96,6 +96,7 @@ class Child:
         process.join()
         if self._pipe is not None and not self._pipe.closed:
             asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+            pipes.drain(self._pipe, self._heard)  # its last words
             self._pipe.close()
         self._ended.set()
 

@@ -1,6 +1,6 @@
 """The inference process of a replica: engine, serving loop, Redis side, under one roof.
 
-Started by the parent (``supervisor``) with its settings as JSON and one pipe. It says ``ready``
+Started by the parent (``supervisor``) with ``configuration`` and one pipe. It says ``ready``
 when model and adapters are loaded and serves once the parent has named its incarnation.
 """
 
@@ -16,15 +16,15 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+import orjson
 import uvloop
 from redis.asyncio import Redis
 
-from services.replica import pipes
+from services.replica import gpu, pipes
 from services.replica.adapter_loads import AdapterLoads
 from services.replica.control_block import ControlBlock
 from services.replica.engines import registry
 from services.replica.engines.base import Engine
-from services.replica.gpu import GpuMeter, device_index
 from services.replica.intake import Arrived
 from services.replica.link import Intake, Publisher
 from services.replica.meters import Meters
@@ -43,22 +43,30 @@ PULSE = 0.25  # seconds
 CLOCK_PERIOD = 10.0  # seconds between measurements of Redis time
 
 
+def configuration(settings: ReplicaSettings, weights: dict[str, Any] | None) -> str:
+    """What ``main`` takes; ``weights``: the handle of weights that another process holds."""
+    return orjson.dumps({"settings": settings.model_dump_json(), "weights": weights}).decode()
+
+
 def main(config_json: str, pipe: Connection) -> None:
     """Entry point of the child process."""
-    settings = ReplicaSettings.model_validate_json(config_json)
+    config = orjson.loads(config_json)
+    settings = ReplicaSettings.model_validate_json(config["settings"])
     # Ctrl-C reaches the whole group; the parent decides what happens.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logs.setup(f"{settings.replicas[0]}/inference", settings.log_level, settings.log_format)
-    uvloop.run(Inference(settings, pipe).run())
+    uvloop.run(Inference(settings, config["weights"], pipe).run())
     sys.exit(0)
 
 
 class Inference:
     """Everything of the child process."""
 
-    def __init__(self, settings: ReplicaSettings, pipe: Connection) -> None:
-        self._settings, self._pipe = settings, pipe
+    def __init__(
+        self, settings: ReplicaSettings, weights: dict[str, Any] | None, pipe: Connection
+    ) -> None:
+        self._settings, self._weights, self._pipe = settings, weights, pipe
         self._redis: Redis = connect(settings.redis_url)
         self._clock = RedisClock()
         self._blocks = {
@@ -98,7 +106,9 @@ class Inference:
         started = time.monotonic()
         beside = {replica: _beside(block) for replica, block in self._blocks.items()}
         try:
-            engines = await asyncio.to_thread(registry.build, self._settings, self._clock, beside)
+            engines = await asyncio.to_thread(
+                registry.build, self._settings, self._clock, beside, self._weights
+            )
         except (ValueError, OSError) as e:
             # A bad folder or profile does not get better by another start.
             self._told({"fatal": f"the engine cannot be built: {e}"})
@@ -137,7 +147,7 @@ class Inference:
             self._clock,
             meters=self._meters,
             slots=slots,
-            threads=self._settings.thread_count,
+            threads=1 if gpu.place_of(engine).gpu else self._settings.thread_count,
         )
 
     async def _keep_card(self, engines: dict[str, Engine]) -> None:
@@ -168,9 +178,11 @@ class Inference:
     def _serve(
         self, tasks: asyncio.TaskGroup, replica: str, loop: ServingLoop, engine: Engine
     ) -> list[asyncio.Task[None]]:
-        index = device_index(str(getattr(engine, "device", "cpu")))
-        gpu = None if index is None else GpuMeter(index)
-        reporter = Reporter(self._redis, replica, loop, self._clock, self._meters, self._told, gpu)
+        place = gpu.place_of(engine)
+        meter = gpu.open_meter(place.gpu) if place.gpu else None
+        reporter = Reporter(
+            self._redis, replica, loop, self._clock, self._meters, self._told, place, meter
+        )
         return [
             tasks.create_task(self._from_start(replica, loop)),
             tasks.create_task(loop.publisher.run()),

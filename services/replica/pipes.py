@@ -36,6 +36,20 @@ def send(pipe: Connection, message: dict[str, Any]) -> bool:
     return True
 
 
+def drain(pipe: Connection, heard: Callable[[dict[str, Any]], None]) -> bool:
+    """Hear all that lies in the pipe; False at its end."""
+    try:
+        while pipe.poll():
+            raw = pipe.recv_bytes()
+            if raw.startswith(b"{"):
+                heard(orjson.loads(raw))
+            else:
+                log.debug("a child says %r", raw)
+    except (EOFError, ConnectionResetError, OSError):
+        return False
+    return True
+
+
 def listen(
     pipe: Connection, heard: Callable[[dict[str, Any]], None], ended: Callable[[], None]
 ) -> None:
@@ -46,14 +60,7 @@ def listen(
     loop = asyncio.get_running_loop()
 
     def readable() -> None:
-        try:
-            while pipe.poll():
-                raw = pipe.recv_bytes()
-                if raw.startswith(b"{"):
-                    heard(orjson.loads(raw))
-                else:
-                    log.debug("a child says %r", raw)
-        except (EOFError, ConnectionResetError, OSError):
+        if not drain(pipe, heard):
             loop.remove_reader(pipe.fileno())
             ended()
 

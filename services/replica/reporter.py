@@ -11,7 +11,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from services.replica.gateways import GatewayWatch
-from services.replica.gpu import GpuMeter
+from services.replica.gpu import GpuMeter, Place
 from services.replica.link import BACKLOG, Turn
 from services.replica.meters import Meters
 from services.replica.worker import ServingLoop
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 TICK = 1.0  # seconds between utilisation samples
 _OWN = ("b", "b_max", "B", "in_flight", "waiting", "kv_free", "kv_total", "context", "adapters",
-        "progress")  # fmt: skip
+        "device", "gpu", "progress")  # fmt: skip
 
 
 class Reporter:
@@ -39,6 +39,7 @@ class Reporter:
         now: Now,
         meters: Meters,
         tell: Callable[[dict[str, Any]], None],
+        place: Place,
         gpu: GpuMeter | None = None,
     ) -> None:
         self._redis, self._replica, self._loop = redis, replica, loop
@@ -46,7 +47,7 @@ class Reporter:
         self._ticked = time.monotonic()
         self._busy = loop.block.busy_seconds
         self._told_drain = False
-        self._gpu = gpu
+        self._place, self._gpu = place, gpu
         self._gateways = GatewayWatch(redis)
         self._leftover: set[str] = set()  # gateways that are gone, their reply stream not yet
 
@@ -75,6 +76,8 @@ class Reporter:
             kv_total=status.kv_total,
             context=loop.engine.card.context,
             adapters=status.adapters,
+            device=self._place.device,
+            gpu=self._place.gpu,
             progress=self._now() - (time.monotonic() - loop.block.progress_time),
         )
         await self._redis.hset(names.replica(self._replica), mapping=record.to_hash(*_OWN))
@@ -88,7 +91,7 @@ class Reporter:
         status, source = self._loop.status, "step_share"
         # The GPU cannot tell serving from training: beside training only our own steps count.
         if self._gpu is not None and not self._loop.block.training:
-            share, source = self._gpu.read()
+            share, source = self._gpu.read() or (share, source)
         sample = UtilSample(
             replica=self._replica,
             time=self._now(),

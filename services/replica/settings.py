@@ -43,6 +43,11 @@ class ReplicaSettings(Settings):
     threads: int = Field(0, ge=0, description="Compute threads; 0 = as many as the host has slots")
     dtype: str = Field("auto", pattern="^(auto|float32|bfloat16|float16)$")
     weights: str = Field("shared", pattern="^(shared|packed)$")
+    hold_weights: bool = Field(
+        False,
+        description="A process holds the weights in memory and hands them to the others, instead "
+        "of each mapping the file; always so on a GPU",
+    )
     prefix_cache: bool = True
     device: str = Field("auto", description="cpu, cuda, cuda:N; auto = a GPU if there is one")
 
@@ -65,6 +70,9 @@ class ReplicaSettings(Settings):
     # Training child.
     training: bool = Field(False, description="Run a training process beside inference")
     training_nice: int = Field(19, ge=0, le=19)
+    training_gpu_percent: int = Field(
+        40, ge=1, le=100, description="GPU threads for training, where an MPS daemon runs"
+    )
 
     # Host.
     slots: int = Field(0, ge=0, description="Compute slots of this host; 0 = its cores")

@@ -24,6 +24,7 @@ from services.replica.incarnation import Incarnation
 from services.replica.meters import ChildMetrics
 from services.replica.settings import ReplicaSettings
 from services.replica.trainer_child import TrainerChild
+from services.replica.weights_child import WeightsChild
 from shared.records import HEARTBEAT_SECONDS
 from shared.redis_client import TRANSIENT, connect, patiently
 from shared.replica_state import Refused, State
@@ -54,13 +55,14 @@ class Supervisor:
         self._inference = Child(
             "inference",
             inference.main,
-            settings.model_dump_json(),
+            inference.configuration(settings, None),
             heard=self._heard,
             restarts=settings.restarts,
         )
         # An emulated replica has no weights to train.
         trains = settings.training and settings.engine == "torch"
-        self._trainer = TrainerChild(settings, training) if trains else None
+        self._weights = WeightsChild(settings, self._weights_lost)
+        self._trainer = TrainerChild(settings, training, self._weights.share) if trains else None
         self._hang = HangWatch(self._inference, settings.step_timeout)
         self._ready = asyncio.Event()
         self._begun: dict[str, str] = {}
@@ -109,6 +111,7 @@ class Supervisor:
             await self._begin_all("started")
             async with asyncio.TaskGroup() as tasks:
                 jobs = [
+                    tasks.create_task(self._weights.keep()),
                     tasks.create_task(self._keep_inference()),
                     tasks.create_task(self._beat()),
                 ]
@@ -132,6 +135,8 @@ class Supervisor:
     async def _keep_inference(self) -> None:
         """Start the inference child, and again whenever it dies."""
         while True:
+            weights = await self._weights.share()
+            self._inference.config = inference.configuration(self._settings, weights)
             self._ready.clear()
             self._begun.clear()
             for block in self._blocks.values():
@@ -148,6 +153,12 @@ class Supervisor:
             why = f"inference process {how}"
             await self._begin_all(why)
             await self._inference.pause_before_restart(how)
+
+    def _weights_lost(self) -> None:
+        """The memory that both children compute on is no more."""
+        self._inference.kill()
+        if self._trainer is not None:
+            self._trainer.kill()
 
     async def _open(self) -> None:
         """Wait until the child has loaded, then let every replica serve."""
@@ -305,6 +316,7 @@ class Supervisor:
         if self._trainer is not None:
             await self._trainer.stop()
         await self._inference.stop(STOP_SECONDS)
+        await self._weights.stop()
         for life in self._lives.values():
             if life.id:
                 await self._quietly(self._leave(life))

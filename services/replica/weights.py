@@ -4,7 +4,8 @@ A checkpoint keeps q, k and v (gate and up) as separate tensors; an engine wants
 one matrix. So the checkpoint is rewritten once as a safetensors file in which the members of a
 group lie side by side: the fused matrix and the members under transformers' names are then two
 views of the same bytes. Each process maps the file privately (copy on write): inference and
-training share the pages, and a stray write in one stays in that process.
+training share the pages, and a stray write in one stays in that process. Where a file cannot be
+mapped, on a GPU, one process holds its content and hands it to the others (``hand_over``).
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ class FusedWeights:
 
     ``fused``: ``model.layers.0.self_attn.qkv_proj.weight`` [rows of q + k + v, hidden],
     ``model.layers.0.mlp.gate_up_proj.weight`` [2 x intermediate, hidden], biases likewise, and
-    every other tensor under its own name. ``views``: ``…q_proj.weight`` and so on.
+    every other tensor under its own name. ``views``: ``…q_proj.weight`` and so on. All are views
+    of ``whole`` [elements], the content of the fused file ``path``, its header included.
     """
 
     fused: dict[str, Tensor]
     views: dict[str, Tensor]
     path: Path
+    whole: Tensor
 
     @property
     def nbytes(self) -> int:
@@ -59,9 +62,9 @@ class FusedWeights:
         return sum(t.numel() * t.element_size() for t in self.fused.values())
 
     def to(self, device: torch.device | str) -> FusedWeights:
-        """The same weights on ``device``; the members are views of the fused tensors there."""
-        fused = {name: tensor.to(device) for name, tensor in self.fused.items()}
-        return FusedWeights(fused, _views(fused, self.views), self.path)
+        """The same weights on ``device``, in one piece of memory there."""
+        moved = self.whole.to(device)
+        return self if moved is self.whole else cut(self.path, moved)
 
 
 @dataclass(frozen=True)
@@ -247,14 +250,17 @@ def _bytes(
 
 def _map(path: Path, dtype: torch.dtype) -> FusedWeights:
     """Map the file privately and cut it into tensors."""
+    size = path.stat().st_size // dtype.itemsize
+    return cut(path, torch.from_file(str(path), shared=False, size=size, dtype=dtype))
+
+
+def cut(path: Path, whole: Tensor) -> FusedWeights:
+    """The tensors of the fused file at ``path``; ``whole`` [elements] is its content, anywhere."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
     header = _header(path)
     header.pop("__metadata__")
-    itemsize = dtype.itemsize
-    whole = torch.from_file(
-        str(path), shared=False, size=path.stat().st_size // itemsize, dtype=dtype
-    )
+    itemsize = whole.element_size()
     data = whole[(size + 8) // itemsize :]
     views = {
         name: data[
@@ -275,17 +281,4 @@ def _map(path: Path, dtype: torch.dtype) -> FusedWeights:
         begin = first.storage_offset() - data.storage_offset()
         count = rows * (first.numel() // first.shape[0])
         fused[group[0]] = data[begin : begin + count].view(rows, *first.shape[1:])
-    return FusedWeights(fused, views, path)
-
-
-def _views(fused: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The members of ``fused`` with the shapes of ``like``."""
-    views: dict[str, Tensor] = {}
-    for name, old in like.items():
-        group = group_of(name)
-        if group is None or group[0] not in fused:
-            views[name] = fused[name]
-            continue
-        begin = sum(like[m].shape[0] for m in group[1][: group[1].index(name)])
-        views[name] = fused[group[0]][begin : begin + old.shape[0]]
-    return views
+    return FusedWeights(fused, views, path, whole)

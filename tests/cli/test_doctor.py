@@ -45,6 +45,18 @@ async def test_a_bad_eviction_policy_is_found_and_how_to_mend_it(
     assert "CONFIG SET maxmemory-policy noeviction" in finding.mend
 
 
+def test_an_mps_daemon_is_looked_for_where_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    finding = doctor._mps()
+    assert finding.level is Level.NOTE
+    assert str(tmp_path) in finding.found
+    assert "nvidia-cuda-mps-control -d" in finding.mend
+    (tmp_path / "control").touch()
+    assert doctor._mps().level is Level.OK
+
+
 async def test_missing_dispatcher_and_dead_replicas_are_found(
     redis: Redis, redis_server: RedisServer
 ) -> None:

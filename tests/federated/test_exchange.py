@@ -6,11 +6,18 @@ import asyncio
 import json
 import os
 import sys
+from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
+import pytest
+import redis as sync_redis
+import torch.distributed as dist
 from redis.asyncio import Redis
 
 from collm.redis_server import RedisServer
+from services.replica.training.exchange import Exchange, GroupBroken
 from shared import names
 from shared.rounds import Group, to_json
 
@@ -58,3 +65,65 @@ async def test_a_member_that_dies_or_never_comes_breaks_the_group_in_bounded_tim
     assert "g2" in killed[0]["broken"]
     assert "rendezvous" in absent[0]["broken"]
     assert "rendezvous" in absent[2]["broken"]
+
+
+# ---------------------------------------------------------------- NCCL, with its group replaced
+
+
+class Nccl:
+    """What an exchange uses of ``ProcessGroupNCCL``."""
+
+    class Options:
+        _timeout = timedelta()
+
+    def __init__(self, store: Any, rank: int, world: int, options: Options) -> None:
+        self.ended = ""
+        assert (rank, world, options._timeout) == (1, 3, timedelta(seconds=5))
+
+    def send(self, tensors: list[Any], rank: int, tag: int) -> Any:
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.ended = "aborted"
+
+    def shutdown(self) -> None:
+        self.ended = "shut down"
+
+
+def _nccl_group(name: str) -> Group:
+    return Group(id=name, rank=1, members=MEMBERS, timeout=5.0, backend="nccl")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_nccl_group_is_ended_by_what_happened_in_it(
+    fails: bool, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken one is aborted: its orderly end would wait for the member that is gone."""
+
+    def refuse(self: Nccl) -> None:
+        raise RuntimeError("NCCL timeout")
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    if fails:
+        monkeypatch.setattr(Nccl, "wait", refuse)
+    client = sync_redis.Redis.from_url(redis_server.url)
+    exchange = Exchange(client, _nccl_group("n1"))
+    outcome: Any = pytest.raises(GroupBroken, match="NCCL timeout") if fails else nullcontext()
+    group: Any = None
+    with outcome, exchange:
+        group = exchange._pg
+        exchange.send({"a": np.ones(3, np.float32)})
+    assert group.ended == ("aborted" if fails else "shut down")
+
+
+def test_a_torch_without_nccl_breaks_the_group_so_that_redis_takes_over(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    client = sync_redis.Redis.from_url(redis_server.url)
+    with pytest.raises(GroupBroken, match="no NCCL"), Exchange(client, _nccl_group("n2")):
+        pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from services.replica.engines.base import Engine
 from services.replica.settings import ReplicaSettings
@@ -12,15 +13,20 @@ from shared.clock import Now
 
 
 def build(
-    settings: ReplicaSettings, now: Now, beside: dict[str, Callable[[], int]]
+    settings: ReplicaSettings,
+    now: Now,
+    beside: dict[str, Callable[[], int]],
+    weights: dict[str, Any] | None = None,
 ) -> dict[str, Engine]:
     """Replica id -> its engine. ``beside[id]()`` is the micro-batch training beside it.
+
+    ``weights``: the handle (as JSON values) of weights that another process holds.
 
     Raises whatever names a bad model folder, profile or vocabulary (ValueError, OSError).
     """
     if settings.engine == "emulated":
         return _emulated(settings, now, beside)
-    return {settings.id: _torch(settings, now)}
+    return {settings.id: _torch(settings, now, weights)}
 
 
 def _emulated(
@@ -59,8 +65,11 @@ def _given(settings: ReplicaSettings, field: str, otherwise: int) -> int:
     return value if field in settings.model_fields_set else otherwise
 
 
-def _torch(settings: ReplicaSettings, now: Now) -> Engine:
+def _torch(settings: ReplicaSettings, now: Now, weights: dict[str, Any] | None) -> Engine:
+    import msgspec
+
     from services.replica.engines.torch.engine import TorchEngine
+    from services.replica.hand_over import Handle
 
     folder: Path | None = settings.model_path
     assert folder is not None, "settings check this"
@@ -76,6 +85,7 @@ def _torch(settings: ReplicaSettings, now: Now) -> Engine:
         prefix_cache=settings.prefix_cache,
         weights=settings.weights,
         device=settings.device,
+        held=None if weights is None else msgspec.convert(weights, Handle),
         clock=now,
     )
     return engine

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.replica.hand_over import Handle
 from services.replica.training.settings import TrainingSettings
 
 
@@ -23,7 +24,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shadow: str  # path of the shadow adapter's shared memory
     cache: str = ""  # folder of the fused weights; "" = the checkpoint folder
     dtype: str = "auto"
-    device: str = "cpu"
+    weights: Handle | None = None  # weights that another process holds; None = map the file
+    environment: dict[str, str] = {}  # set before anything is imported
     incarnation: str = ""
     previous_exit: int | None = None  # exit code of the process that this one replaces
     settings: dict[str, object] = {}  # TrainingSettings; absent = the environment's

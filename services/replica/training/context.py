@@ -16,12 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from services.replica.control_block import ControlBlock
+from services.replica.hand_over import receive
+from services.replica.lane import Lane
 from services.replica.shadow import ShadowWriter
 from services.replica.slots import Slots
 from services.replica.training import data
 from services.replica.training.config import WorkerConfig
 from services.replica.training.model import Adapter, LoraSpec, ModelError, build_base
-from services.replica.weights import open_fused
+from services.replica.weights import open_fused, resolve_dtype
 from shared import adapter_files, chat, data_homes, names, training_data
 from shared.factors import to_rank
 from shared.messages import BODY, Message, encode
@@ -52,9 +54,14 @@ class TrainingContext:
         self.block = ControlBlock.open(Path(config.control))
         self.slots = Slots(Path(config.slots), config.slot_count)
         self.tokenizer = chat.load(Path(config.folder))
-        weights = open_fused(config.folder, config.dtype, cache=config.cache or None)
-        if config.device != "cpu":
-            weights = weights.to(config.device)
+        held = config.weights
+        self.device = torch.device("cpu" if held is None else held.device)
+        Lane(self.device, urgent=False).take_thread()
+        if held is None:
+            dtype = resolve_dtype(config.dtype, "cpu")
+            weights = open_fused(config.folder, dtype, cache=config.cache or None)
+        else:
+            weights = receive(held)
         self.base: nn.Module = build_base(Path(config.folder), weights.views)
         self.weights = weights
         self._adapter: Adapter | None = None
@@ -67,6 +74,11 @@ class TrainingContext:
             time.perf_counter() - started,
             weights.nbytes / 1e6,
         )
+
+    @property
+    def threads(self) -> int:
+        """Compute threads that a job asks for; 0 = what the host's slots give."""
+        return self.settings.threads or (1 if self.device.type == "cuda" else 0)
 
     # ------------------------------------------------------------ time, metrics
 

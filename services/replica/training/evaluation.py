@@ -48,9 +48,10 @@ def cross_entropy(
         context.block,
         context.slots,
         check,
-        threads=context.settings.threads,
+        threads=context.threads,
         yielding=context.settings.yielding,
         layers=adapter.model.config.num_hidden_layers,
+        device=context.device,
         needs_micro_batch=not probe,
     )
     trainer = Trainer(adapter, examples, Plan(B=context.settings.micro_batch), gate)

@@ -4,8 +4,10 @@ The group is built from its parts (``ProcessGroupGloo`` over a store of our own)
 ``init_process_group``: a failed one leaves a global counter that never matches again. The
 rendezvous lies in a Redis hash: a TCPStore needs a port and does a reverse DNS look-up a
 connection. A member that dies breaks the group for all within the timeout; the caller falls
-back to blobs. Gloo on CPU; the NCCL branch for members with a GPU each is written but has not
-been run across several GPUs (NCCL refuses two ranks on one: those use Gloo).
+back to blobs. Gloo on CPU and between members that share a GPU (NCCL refuses two ranks on one).
+The NCCL branch, for members with a GPU each, is written and has not been run. It counts on
+``TORCH_NCCL_BLOCKING_WAIT``, which the replica's parent sets: a timeout raises where it is waited
+for, instead of ending the process.
 """
 
 from __future__ import annotations
@@ -138,6 +140,8 @@ class Exchange:
             limit = timedelta(seconds=group.timeout)
             world = len(group.members)
             if group.backend == "nccl":
+                if not dist.is_nccl_available():
+                    raise GroupBroken(f"group {group.id}: this build of torch has no NCCL")
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = limit
                 self._pg = dist.ProcessGroupNCCL(prefix, group.rank, world, options)
@@ -154,6 +158,9 @@ class Exchange:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._pg is not None and self._group.backend == "nccl":
+            # Its communicator may wait for a member that is gone; a destructor would wait with it.
+            (self._pg.abort if error is not None else self._pg.shutdown)()
         self._pg = None  # its destructor closes the connections
 
     def send(self, tensors: Arrays) -> Traffic:

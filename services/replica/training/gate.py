@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from services.replica.control_block import ControlBlock
+from services.replica.lane import ShortQueue
 from services.replica.slots import Lease, Slots
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 POLL = 0.001  # seconds between looks while waiting
 TELL_AFTER = 10.0  # seconds of waiting after which the log says what for
 SMOOTHING = 0.2
+CPU = torch.device("cpu")
 LOOK_EVERY = 0.002  # seconds between looks at the slots' files (a look is two system calls)
 
 
@@ -92,8 +94,10 @@ class ServingGate:
         yielding: bool = True,
         layers: int = 1,
         needs_micro_batch: bool = True,
+        device: torch.device = CPU,
     ) -> None:
         """``needs_micro_batch``: B = 0 stops it (False for a probe, which is no training)."""
+        self._queue = ShortQueue(device)
         self._block, self._slots, self._check = block, slots, check
         self._wanted = min(threads or slots.count, slots.count)
         self._yielding, self._needs_micro_batch = yielding, needs_micro_batch
@@ -115,6 +119,7 @@ class ServingGate:
 
     def inside(self) -> float:
         """Give way if serving needs it, take more where it rests. Raises what ``check`` raises."""
+        self._queue.passed()
         self._check()
         if self._lease is None:
             return 0.0

@@ -98,7 +98,7 @@ def send_update(plain: Json) -> Json:
     except FileNotFoundError as e:
         raise BadJob(f"round {job.round} of session {job.session}: no update is kept here") from e
     if job.group is not None:
-        with Exchange(context.redis, job.group, context.config.device) as exchange:
+        with Exchange(context.redis, job.group, str(context.device)) as exchange:
             traffic = exchange.send(load_arrays(raw))
         return to_json(SendResult(client=job.client, seconds=traffic.seconds, bytes=traffic.bytes))
     begun = time.monotonic()
@@ -198,7 +198,7 @@ def _gather(
     rejected: dict[str, str] = {}
     seconds, moved = 0.0, 0
     if job.group is not None:
-        with Exchange(context.redis, job.group, context.config.device) as exchange:
+        with Exchange(context.redis, job.group, str(context.device)) as exchange:
             received, traffic = exchange.receive()
         seconds, moved = traffic.seconds, traffic.bytes
     begun = time.monotonic()

@@ -79,9 +79,10 @@ class LocalRound:
             self._context.block,
             self._context.slots,
             self._check,
-            threads=self._settings.threads,
+            threads=self._context.threads,
             yielding=self._settings.yielding,
             layers=adapter.model.config.num_hidden_layers,
+            device=self._context.device,
         )
 
     def _new_heldout(self, trainer: Trainer, data: DataSet, parent: dict[str, Tensor]) -> HeldOut:

@@ -60,7 +60,7 @@ def build_base(folder: Path, views: Mapping[str, Tensor]) -> nn.Module:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.load_state_dict(dict(views), strict=False, assign=True)
     model.tie_weights()
-    _rebuild_rotary(model, config)
+    _rebuild_rotary(model, config, next(iter(views.values())).device)
     left = [name for name, tensor in _tensors(model) if tensor.is_meta]
     if left:
         raise ModelError(f"{folder}: the checkpoint has no {', '.join(left[:3])}")
@@ -71,12 +71,12 @@ def build_base(folder: Path, views: Mapping[str, Tensor]) -> nn.Module:
     return module
 
 
-def _rebuild_rotary(model: nn.Module, config: Any) -> None:
+def _rebuild_rotary(model: nn.Module, config: Any, device: torch.device) -> None:
     """Rotary tables are buffers that no checkpoint holds: compute them off the meta device."""
     for name, module in list(model.named_modules()):
         if any(b.is_meta for b in module.buffers(recurse=False)):
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, type(module)(config=config))
+            setattr(model.get_submodule(parent), leaf, type(module)(config=config).to(device))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -262,6 +262,8 @@ class Trainer:
     def state(self) -> tuple[dict[str, Tensor], dict[str, float | int | None]]:
         """Tensors and numbers that ``restore`` needs, the weights included."""
         tensors = {"flat": self.adapter.flat.clone(), "rng": torch.random.get_rng_state()}
+        if self.adapter.device.type == "cuda":
+            tensors["rng_cuda"] = torch.cuda.get_rng_state(self.adapter.device)
         numbers: dict[str, float | int | None] = {
             "steps_done": self.steps_done,
             "epoch": self.cursor.epoch,
@@ -288,6 +290,8 @@ class Trainer:
             with torch.no_grad():
                 self.adapter.flat.copy_(tensors["flat"])
         torch.random.set_rng_state(tensors["rng"])
+        if self.adapter.device.type == "cuda" and "rng_cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng_cuda"], self.adapter.device)
         self.steps_done = int(numbers["steps_done"] or 0)
         self.last_loss = numbers["last_loss"]
         gradient, trace = numbers["noise_gradient"], numbers["noise_trace"]
@@ -299,6 +303,6 @@ class Trainer:
         for name, parameter in zip(self.adapter.names, self.adapter.parameters, strict=True):
             if parameter.requires_grad and f"step.{name}" in tensors:
                 self.optimizer.state[parameter] = {
-                    key: tensors[f"{key}.{name}"].clone()
+                    key: tensors[f"{key}.{name}"].to(parameter.device, copy=True)
                     for key in ("step", "exp_avg", "exp_avg_sq")
                 }

@@ -19,6 +19,8 @@ from services.replica.engines.torch.native import NativeBackend
 from services.replica.engines.torch.other import TransformersBackend
 from services.replica.engines.torch.reference import TorchBackend
 from services.replica.engines.torch.step import Backend
+from services.replica.hand_over import Handle, receive
+from services.replica.lane import Lane
 from services.replica.weights import FusedWeights, open_fused, resolve_device, resolve_dtype
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class Loaded:
     shapes: dict[str, tuple[int, int]]
     dtype: torch.dtype
     device: torch.device
+    lane: Lane
     context: int
     vocabulary: int
 
@@ -59,8 +62,11 @@ def load_backend(
     kernels: str,
     cache: str | Path | None = None,
     device: str = "auto",
+    held: Handle | None = None,
 ) -> Loaded:
     """Open the model and choose how it runs. Raises WeightsError, Unsupported, NoKernels."""
+    if held is not None:
+        dtype, device = held.dtype, held.device
     if weights not in ("shared", "packed"):
         raise ValueError(f"weights {weights!r}: choose shared or packed")
     if kernels not in ("auto", "native", "torch"):
@@ -68,16 +74,21 @@ def load_backend(
     chosen = resolve_dtype(dtype, device)
     torch.set_num_threads(threads)
     place = resolve_device(device)
+    lane = Lane(place, urgent=True)
     try:
         config = read_config(folder)
     except Unsupported as e:
         raw_config(folder)  # a missing or broken file is an error for every backend
         log.warning("transformers' own forward computes, slower and without sharing: %s", e)
-        other = TransformersBackend(folder, chosen, place)
-        return Loaded(other, other.shapes, chosen, place, other.context, other.vocabulary)
-    fused = open_fused(folder, chosen, cache=cache).to(place)
-    backend = _choose(config, fused, pages, threads, weights, kernels)
-    return Loaded(backend, module_shapes(config), chosen, place, config.context, config.vocabulary)
+        with lane():
+            other = TransformersBackend(folder, chosen, place)
+        shapes, context, vocabulary = other.shapes, other.context, other.vocabulary
+        return Loaded(other, shapes, chosen, place, lane, context, vocabulary)
+    with lane():
+        fused = receive(held) if held else open_fused(folder, chosen, cache=cache).to(place)
+        backend = _choose(config, fused, pages, threads, weights, kernels)
+    shapes = module_shapes(config)
+    return Loaded(backend, shapes, chosen, place, lane, config.context, config.vocabulary)
 
 
 def _choose(

@@ -25,6 +25,7 @@ from services.replica.engines.torch.running import Running, check
 from services.replica.engines.torch.sampling import choose, needs_logits
 from services.replica.engines.torch.scheduler import Scheduler, Sequence, Work
 from services.replica.engines.torch.step import Step
+from services.replica.hand_over import Handle
 from shared.clock import Now
 from shared.lifetime import Stamp
 from shared.messages import Finished, Generate, Output, TokenLogprobs
@@ -55,8 +56,9 @@ class TorchEngine:
         self.backend = loaded.backend
         self.pool = PagePool(kv_tokens // PAGE, reuse=prefix_cache and loaded.backend.reuse)
         self.scheduler = Scheduler(self.pool, b=b_max, max_step_tokens=max_step_tokens)
+        self._lane = loaded.lane
         self.adapters = AdapterStore(
-            loaded.shapes, loaded.dtype, loaded.device, dropped=self.pool.drop
+            loaded.shapes, loaded.dtype, loaded.device, dropped=self.pool.drop, lane=loaded.lane
         )
         self._grammars = Grammars(Path(card.path), card.vocabulary)
         self._pace = StepPace(step_seconds)
@@ -83,6 +85,7 @@ class TorchEngine:
         kernels: str = "auto",
         cache: str | Path | None = None,
         device: str = "auto",
+        held: Handle | None = None,
         clock: Now = time.time,
     ) -> TorchEngine:
         """An engine over the model in ``folder`` (config.json, safetensors).
@@ -94,7 +97,8 @@ class TorchEngine:
         time per token, where that is shorter). ``weights``: shared (one mapped copy) or
         packed (a second, private copy in the kernels' order). ``kernels``: auto | native |
         torch. ``cache``: folder of the fused weights (None: the model's). ``device``: auto | cpu |
-        cuda | cuda:N. Raises WeightsError.
+        cuda | cuda:N. ``held``: weights in another process's memory (they decide dtype and device).
+        Raises WeightsError.
         """
         loaded = load_backend(
             Path(folder),
@@ -105,6 +109,7 @@ class TorchEngine:
             kernels=kernels,
             cache=cache,
             device=device,
+            held=held,
         )
         card = ModelCard(
             name=name,
@@ -226,7 +231,8 @@ class TorchEngine:
         running = [self._requests[w.sequence.id] for w in work]
         choosing = [(r, w) for r, w in zip(running, work, strict=True) if w.last]
         full = [needs_logits(r.request.sampling, r.made) for r, _ in choosing]
-        result = self.backend.forward(self._arrays(work, running, full))
+        with self._lane():
+            result = self.backend.forward(self._arrays(work, running, full))
         tokens: list[int] = result.best.tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if result.logits is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from services.replica.adapters import AdapterSpec, Modules, read_folder, read_tensors
 from services.replica.engines.base import AdapterError, Rejected
+from services.replica.lane import Lane
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +64,10 @@ class AdapterStore:
         *,
         slots: int = SLOTS,
         dropped: Callable[[int], None] = lambda uid: None,
+        lane: Lane | None = None,
     ) -> None:
         self._shapes = shapes
+        self._lane = lane or Lane(device, urgent=True)
         self._dtype, self._device = dtype, device
         self._slots = slots
         self._dropped = dropped
@@ -185,7 +188,8 @@ class AdapterStore:
             self._dropped(replaced.uid)
         self._make_room()
         self._uids += 1
-        adapter = self._pack(self._uids, name, version, modules, path)
+        with self._lane():
+            adapter = self._pack(self._uids, name, version, modules, path)
         self._resident[key] = adapter
         return adapter
 

@@ -65,11 +65,11 @@ class TransformersBackend:
     def forget(self, sequence: str) -> None:
         self._caches.pop(sequence, None)
 
-    @torch.no_grad()
     def use_threads(self, count: int) -> None:
         if count != torch.get_num_threads():
             torch.set_num_threads(count)
 
+    @torch.no_grad()
     def forward(self, step: Step) -> Result:
         rows = {int(row): i for i, row in enumerate(step.logit_rows)}
         logits = torch.empty(len(rows), self.vocabulary)

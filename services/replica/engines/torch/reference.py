@@ -55,11 +55,11 @@ class TorchBackend:
     def forget(self, sequence: str) -> None:
         """Nothing is kept per sequence."""
 
-    @torch.no_grad()
     def use_threads(self, count: int) -> None:
         if count != torch.get_num_threads():
             torch.set_num_threads(count)
 
+    @torch.no_grad()
     def forward(self, step: Step) -> Result:
         plan = self._plan(step)
         tokens = torch.from_numpy(step.tokens).to(self._device, torch.int64)
