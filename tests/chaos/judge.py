@@ -49,7 +49,7 @@ def _ended_once(record: Record, verdict: Verdict, deaths: list[float]) -> None:
     if record.outcome == "open":
         verdict.lost += 1
         verdict.details.append(f"request {record.number} never ended")
-    elif record.outcome == "broken":
+    elif record.outcome in ("broken", "unreachable"):
         if not any(record.started - GATEWAY_AWAY < d < record.ended for d in deaths):
             verdict.lost += 1
             verdict.details.append(f"request {record.number} broke off: {record.detail}")

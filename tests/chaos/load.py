@@ -27,7 +27,7 @@ class Record:
     stream: bool
     started: float
     ended: float = 0.0
-    outcome: str = "open"  # answered | error | broken | left
+    outcome: str = "open"  # answered | error | broken | unreachable (never accepted) | left
     status: int = 0
     version: str | None = None
     text: str = ""
@@ -79,9 +79,11 @@ class Load:
             try:
                 await self._ask(client, record, leave=leaves)
             except CONNECTION_ERRORS as e:
-                record.outcome, record.detail = "broken", f"{type(e).__name__}: {e}"
+                never = isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)
+                record.outcome = "unreachable" if never else "broken"
+                record.detail = f"{type(e).__name__}: {e}"
             record.ended = time.monotonic()
-            if record.outcome in ("broken", "error"):
+            if record.outcome in ("broken", "unreachable", "error"):
                 await self._pause(dice.uniform(0.1, 0.5))
 
     async def _pause(self, seconds: float) -> None:

@@ -47,6 +47,12 @@ def test_the_judge_counts_what_never_ended_or_broke_off():
     assert counts(record("abc", "open"), record("abc", "broken")) == (2, 0, 0)
 
 
+def test_the_judge_counts_a_gateway_that_cannot_be_reached_though_it_lives():
+    refused = record("", "unreachable")
+    assert counts(refused) == (1, 0, 0)
+    assert counts(refused, deaths=[refused.started + 0.5]) == (0, 0, 0)
+
+
 def test_a_stream_cut_by_the_gateways_own_death_is_not_lost():
     broken = record("abc", "broken")
     assert counts(broken, deaths=[broken.started + 0.5]) == (0, 0, 0)
