@@ -28,6 +28,20 @@ def test_each_line_of_the_model_by_hand() -> None:
     assert MODEL.t_train(3, 2) == pytest.approx(0.2 + 0.03 + 0.2)
 
 
+def test_training_may_slow_every_request_and_no_more_beyond_a_size() -> None:
+    model = LatencyModel(alpha1=0.002, alpha2=0.01, alpha0=0.03, alpha3=0.004, flat=4)
+    assert model.infer_slope(3) == pytest.approx(0.002 + 0.012)
+    assert model.infer_fixed(3) == pytest.approx(0.03 + 0.03)
+    assert model.t_infer(5, 3) == pytest.approx(5 * 0.014 + 0.06)
+    assert model.t_infer(5, 4) == pytest.approx(5 * 0.018 + 0.07)
+    assert model.t_infer(5, 9) == model.t_infer(5, 4), "it takes no more cores"
+    assert LatencyModel(alpha2=0.01).t_infer(0, 9) == pytest.approx(0.09), "no end unless named"
+    assert LatencyModel(alpha2=0.01, flat=0.5).t_infer(0, 9) == pytest.approx(0.005)
+    # prompts play no part; ten tokens of 0.014 s a request beside 0.6 s
+    assert model.b_star(0.6 + 3 * 0.14, 3, 0, 10, b_max=64) == 3
+    assert model.b_star(9.0, 3, 0, 10, b_max=64, tpot=0.06 + 2 * 0.014) == 2
+
+
 def test_a_request_takes_the_prompts_beside_it_and_its_own_tokens() -> None:
     seconds = (300 * 1e-4 + 0.01 + 0.02) + 10 * 0.056
     assert MODEL.service(3, 2, 100, 10) == pytest.approx(seconds)
