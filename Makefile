@@ -10,8 +10,8 @@ TORCH_ARGS ?=
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock up test lint types check format test-gpu bench bench-peers-setup figures \
-	chaos soak fuzz docs compose clean
+.PHONY: help setup lock up test coverage mutation lint types check format test-gpu bench \
+	bench-peers-setup figures chaos soak fuzz docs compose clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -36,9 +36,21 @@ lock: ## write requirements.lock from what is installed now
 up: $(STAMP) ## the whole system on this machine; Ctrl-C stops it
 	@exec $(BIN)/collm up $(ARGS)
 
-# Three at a time: the tests mostly wait for processes to start.
-test: $(STAMP) ## the whole test suite
+# Three at a time: the tests mostly wait for processes to start. Each run has an order of its own
+# and prints its seed; ARGS="--randomly-seed N" repeats one.
+test: $(STAMP) ## the whole test suite, in a new order each time
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+
+coverage: $(STAMP) ## branch coverage of the whole test suite
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m pytest -n 3 --dist worksteal --cov --cov-report= --timeout 600 $(ARGS)
+	$(BIN)/python -m coverage report
+
+mutation: $(STAMP) ## mutants of what decides: how many do the tests find? (an hour of one core)
+	@$(BIN)/python -c 'import mutmut' 2>/dev/null || \
+		$(BIN)/python -m pip install "$$($(BIN)/python -m tools.dependencies mutation)"
+	nice -n 19 $(BIN)/python -m mutmut run --max-children 1 $(ARGS)
+	$(BIN)/python -m tools.mutants
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -89,4 +101,4 @@ docs: $(STAMP) ## the documentation as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove the virtual environment and what tools left (data/ stays)
-	rm -rf $(VENV) site build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis
