@@ -69,7 +69,7 @@ types: $(STAMP) ## mypy --strict
 check: lint types test ## what CI runs
 
 # Each prints one JSON line last; see docs/performance.md.
-BENCHES := control engine sharing federated dispatch policies pacing sim
+BENCHES := control engine sharing federated dispatch policies pacing overhead sim
 .PHONY: $(addprefix bench-,$(BENCHES))
 $(addprefix bench-,$(BENCHES)): bench-%: $(STAMP)
 	$(BIN)/python -m bench.$* $(ARGS)

@@ -18,7 +18,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-NAMES = ("control", "dispatch", "engine", "sharing", "federated", "sim", "policies")
+NAMES = (
+    "control",
+    "dispatch",
+    "engine",
+    "sharing",
+    "federated",
+    "overhead",
+    "sim",
+    "policies",
+)
 SECONDS = 3600.0  # a benchmark that takes longer is ended
 
 

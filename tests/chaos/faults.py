@@ -63,13 +63,14 @@ def _replica(arena: Arena) -> str:
 
 
 def _child(arena: Arena, role: str) -> tuple[str, int]:
-    """Inference or training process of some replica; training is the one at nice 19."""
+    """Inference or training process of some replica; training is the one that is nicer."""
     name = _replica(arena)
-    for process in psutil.Process(_pid(arena, name)).children():
+    parent = psutil.Process(_pid(arena, name))
+    for process in parent.children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if "resource_tracker" in " ".join(process.cmdline()):
                 continue
-            if (process.nice() == 19) == (role == "training"):
+            if (process.nice() > parent.nice()) == (role == "training"):
                 return name, process.pid
     raise NothingToHit(f"{name}'s {role} process")
 
