@@ -68,7 +68,7 @@ def fit_error(samples: Sequence[StepSample], least: int = 8) -> dict[str, Any]:
     """Predicted against measured decode iterations, each pair (b, B) left out of its own fit.
 
     Only steps without prefill; a pair counts with at least ``least`` samples, and all pairs need
-    at least two values of b and of B.
+    at least two values of b and of B. ``median_error_plane`` is that of the paper's plane.
     """
     cells: dict[tuple[int, int], list[Sample]] = {}
     for s in samples:
@@ -76,22 +76,26 @@ def fit_error(samples: Sequence[StepSample], least: int = 8) -> dict[str, Any]:
             step = Sample(s.time, s.b, s.B, s.seconds / max(1, s.steps))
             cells.setdefault((s.b, s.B), []).append(step)
     cells = {pair: found for pair, found in cells.items() if len(found) >= least}
-    pairs, errors = [], []
+    pairs, errors, of_planes = [], list[float](), list[float]()
     for pair, found in sorted(cells.items()):
         rest = [s for other, more in cells.items() if other != pair for s in more[-64:]]
-        plane = fit(rest, found[-1].time, half_life=1e9) if rest else None
-        if plane is None or not (plane.observed_x and plane.observed_y):
+        now = found[-1].time
+        best = fit(rest, now, half_life=1e9, shaped=True)
+        plain = fit(rest, now, half_life=1e9)
+        if best is None or plain is None or not (best.observed_x and best.observed_y):
             continue
-        measured = float(np.median([s.seconds for s in found]))
-        predicted = plane(*pair)
+        measured, predicted = float(np.median([s.seconds for s in found])), best(*pair)
         errors.append(abs(predicted - measured) / measured)
+        of_planes.append(abs(plain(*pair) - measured) / measured)
         pairs.append({"pair": pair, "measured": measured, "predicted": predicted,
-                      "samples": len(found)})  # fmt: skip
+                      "plane": plain(*pair), "samples": len(found)})  # fmt: skip
     every = [s for found in cells.values() for s in found[-64:]]
-    whole = fit(every, max((s.time for s in every), default=0.0), half_life=1e9)
+    whole = fit(every, max((s.time for s in every), default=0.0), half_life=1e9, shaped=True)
     return {
         "pairs": pairs,
         "median_error": round(statistics.median(errors), 4) if errors else None,
+        "median_error_plane": round(statistics.median(of_planes), 4) if of_planes else None,
+        "shape": None if whole is None else {"flat": whole.flat, "cross": whole.cross},
         "r2": None if whole is None else round(whole.r2, 4),
         "r2_single": None if whole is None else round(whole.r2_single, 4),
     }
