@@ -34,7 +34,12 @@ class Scene:
     """Replicas in order, all of them active unless said otherwise, and the queues."""
 
     def __init__(
-        self, *lanes: Lane, active: int | None = None, safety: float = 0.0, lead: float = 0.02
+        self,
+        *lanes: Lane,
+        active: int | None = None,
+        safety: float = 0.0,
+        lead: float = 0.02,
+        fill: bool = True,
     ) -> None:
         self.macro, self.queues, self.shares = Macro(0.2), Queues(), TokenShares()
         self.macro.order = list(lanes)
@@ -42,13 +47,16 @@ class Scene:
         self.macro.room = sum(each.view.b_limit for each in lanes)
         for rank, each in enumerate(lanes):
             each.rank = rank
-        self.placement = Placement(self.macro, self.queues, self.shares, safety=safety, lead=lead)
+        self.placement = Placement(
+            self.macro, self.queues, self.shares, safety=safety, lead=lead, fill=fill
+        )
 
     def wait(
         self, key: str = "q", place: int = MAIN, *, output: float = 10.0, cost: float = 0.5,
-        latest: float = 9.0, arrived: float = 0.0, **more: object,
+        latest: float = 9.0, arrived: float = 0.0, bounds: tuple[float, float] | None = None,
+        **more: object,
     ) -> Waiting:  # fmt: skip
-        w = Waiting(request(key, **more), output, cost, latest, arrived)
+        w = Waiting(request(key, **more), output, cost, latest, arrived, bounds)
         self.queues.enter(w, place)
         self.shares.enter(w.request.tenant)
         return w

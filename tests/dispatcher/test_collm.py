@@ -118,9 +118,10 @@ def test_what_ended_frees_its_place_and_teaches() -> None:
     policy.on_completion(done("a", replica="another"), 0.4)
     policy.on_completion(done("unknown"), 0.4)
     assert policy.decide(0.4) == []
-    policy.on_completion(done("a", tokens=7), 0.6)
+    policy.on_completion(done("a", tokens=7), 0.492)
     lane = policy.lanes["r"]
-    assert lane.bias == pytest.approx(1.0 + 0.1 * (0.6 / 0.5 - 1))
+    # 0.5 s for ten tokens, 0.41 s for seven
+    assert lane.bias == pytest.approx(1.0 + 0.1 * (0.492 / 0.41 - 1))
     assert policy.lengths._all.count == 1
     assert where(policy.decide(0.6)) == {"r": ("b",)}
     policy.on_completion(done("b", tokens=0, reason="cancelled"), 0.7)

@@ -9,8 +9,9 @@ import pytest
 from services.dispatcher.policies.parts.placement import (
     LANES_TRIED,
 )
-from services.dispatcher.policies.parts.waiting import GONE
+from services.dispatcher.policies.parts.waiting import GONE, Waiting
 from shared.latency import LatencyModel
+from tests.dispatcher.made import request
 from tests.dispatcher.scene import Scene, lane, occupy
 
 # ------------------------------------------------------------ which replica
@@ -36,7 +37,7 @@ def test_the_delay_to_those_in_flight_is_part_of_the_expense() -> None:
 def test_one_outside_the_active_set_is_taken_only_where_it_saves_much() -> None:
     slow = LatencyModel(alpha0=0.17, alpha1=0.01, pi0=0.1, pi1=0.001)  # 2.0 s instead of 0.5
     for deadline, chosen in ((14.0, "outside"), (16.0, "inside"), (None, "inside")):
-        scene = Scene(lane("inside", model=slow), lane("outside"), active=1)
+        scene = Scene(lane("inside", model=slow), lane("outside"), active=1, fill=False)
         scene.wait(deadline=deadline)
         assert list(scene.serve()) == [chosen], f"a tenth of {deadline} s must be saved"
     scene = Scene(lane("inside", model=slow), lane("outside"), active=1)
@@ -158,10 +159,13 @@ def test_one_whose_members_have_no_slack_is_not_open() -> None:
     made = lane("r")
     scene = Scene(made)
     scene.placement.epsilon, scene.macro.least_delay = 0.01, 0.05
-    made.slack = 0.06
+    made.release(Waiting(request("old", deadline=0.56), 10.0, 0.5, 9.0, 0.0), 0.0)  # 0.5 s
+    made.prefill_end = 0.0
+    assert made.slack == pytest.approx(0.06)
+    scene.macro.least_delay = 0.0501
     assert scene.placement.open(0.0) is False
     assert scene.placement.wake == math.inf
-    made.slack = 0.061
+    scene.macro.least_delay = 0.0499
     assert scene.placement.open(0.0) is True
 
 

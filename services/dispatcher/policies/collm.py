@@ -44,8 +44,8 @@ class Collm:
 
     ``epsilon``: least control overhead from decision to client, until more is measured;
     ``safety``: share of a predicted time added to it; ``headroom``: capacity kept free (h);
-    ``on_overload``: best_effort | shed; ``consolidate``: leave replicas that the load does not
-    need without requests.
+    ``on_overload``: best_effort | shed; ``consolidate``: fill the batches of the first
+    replicas and leave those that the load does not need without requests.
     """
 
     name = "collm"
@@ -73,14 +73,16 @@ class Collm:
         self._queues = Queues()
         self.macro = Macro(headroom, consolidate=consolidate)
         self._plan = Plan(self._queues, self.macro)
-        self._placement = Placement(self.macro, self._queues, self.shares, safety=safety, lead=lead)
+        self._placement = Placement(
+            self.macro, self._queues, self.shares, safety=safety, lead=lead, fill=consolidate
+        )
 
     # ------------------------------------------------------------ events
 
     def on_arrival(self, request: Request, now: float) -> None:
         self._path.arrived(request, now)
         back = self._path.seconds(now)
-        output = self.lengths.expect(request)
+        least, output, most = self.lengths.forecast(request)
         typical = self.macro.typical
         cost, latest = 0.0, INFINITY
         prefill, alone = 0.0, 0.0
@@ -94,7 +96,7 @@ class Collm:
             latest = min(latest, request.ttft_deadline - prefill - back)
         if latest == INFINITY:
             latest = request.arrival + FCFS_HORIZON
-        w = Waiting(request, output, cost, latest, now)
+        w = Waiting(request, output, cost, latest, now, (least, most))
         self.shares.enter(request.tenant)
         self.macro.arrived(w, hopeless=latest < now)
         if w.bound and latest < now:
@@ -131,7 +133,7 @@ class Collm:
             return
         del self._placement.where[completion.id]
         ended = completion.reason in ("stop", "length") and completion.output_tokens > 0
-        running = lane.leave(completion.id, now, learn=ended)
+        running = lane.leave(completion.id, now, learn=ended, tokens=completion.output_tokens)
         self.macro.freed(lane)
         if running is not None and ended:
             self.lengths.learn(running.waiting.request, completion)
@@ -145,7 +147,8 @@ class Collm:
         if lane is None:
             return
         for request in requests:
-            w = Waiting(request, self.lengths.expect(request), 0.0, INFINITY, now)
+            least, output, most = self.lengths.forecast(request)
+            w = Waiting(request, output, 0.0, INFINITY, now, (least, most))
             lane.release(w, now)
             self._placement.where[request.id] = lane
 

@@ -4,6 +4,9 @@ The engine prefills prompts oldest first in chunks beside running decodes, so a 
 added delays everything in flight by its own prefill time, and its own start by the prompts before
 it. That gives each request in flight a predicted end, and the lane the slack of the tightest one,
 in O(log b) a release.
+
+A limit on the time per token is an average over the answer: one that may be short can be delayed
+little at first, and for each token that it has got by as much more as the token came early.
 """
 
 from __future__ import annotations
@@ -17,19 +20,22 @@ from shared.latency import LatencyModel
 
 BIAS_SMOOTHING = 0.1
 QUALITY_LEAST = 1e-3  # of a replica; a quality of 0 would make every other choice equal
+PACE_GRAIN = 0.01  # seconds; less of a gain is not worth a look
 INFINITY = math.inf
 
 
 class Running:
     """A released request: its predicted end, and what the lane's delay was at that moment."""
 
-    __slots__ = ("end", "mark", "released", "start", "waiting")
+    __slots__ = ("end", "mark", "pace", "released", "start", "utmost", "waiting")
 
     def __init__(
         self, waiting: Waiting, released: float, start: float, end: float, mark: float
     ) -> None:
         self.waiting, self.released, self.start, self.end = waiting, released, start, end
         self.mark = mark
+        self.pace = 0.0  # seconds of delay that a second of decoding makes up for; 0: no matter
+        self.utmost = INFINITY  # the lane's delay at which it is late however long it gets
 
 
 class Lane:
@@ -58,6 +64,7 @@ class Lane:
         "rank",
         "slack",
         "slacks",
+        "standing",
         "view",
     )
 
@@ -77,6 +84,7 @@ class Lane:
         self.background = 0  # hopeless requests in flight
         self.bias = 1.0  # actual over predicted time in the replica, smoothed
         self.kind = 0  # replicas of one kind have the same coefficients, B and limit
+        self.standing = 0.0  # Q times rate by which it is ordered
         self.rank = 0  # position in the order of Q times rate; beyond the active set: large
 
     def tell(self, view: ReplicaView, latency: LatencyModel | None) -> None:
@@ -118,20 +126,30 @@ class Lane:
         first, end, delay = self.predict(w, now)
         self.delay += delay
         key = w.request.id
-        self.flight[key] = Running(w, now, first, end, self.delay)
+        running = self.flight[key] = Running(w, now, first, end, self.delay)
         self.kv += w.kv
         self.prefill_end = first
         due = w.due_after(first)
         if due < INFINITY and due >= end:
             kept = safety * (end - now)
-            heapq.heappush(self.slacks, (self.delay + max(0.0, due - end - kept), key))
-        self._tighten()
+            running.utmost = self.delay + max(0.0, due - end - kept)
+            tpot = w.request.tpot
+            if tpot is not None and w.least < w.output:
+                running.pace = max(0.0, tpot * w.output / max(1e-9, end - first) - 1.0)
+            heapq.heappush(self.slacks, (self._bears(running, first), key))
+        self.renew(now)
         if w.late:
             self.background += 1
         return end
 
-    def leave(self, key: str, now: float, *, learn: bool) -> Running | None:
-        """A request left; its actual time corrects the predictions of the others."""
+    def leave(
+        self, key: str, now: float, *, learn: bool, tokens: float | None = None
+    ) -> Running | None:
+        """A request left; its actual time corrects the predictions of the others.
+
+        ``tokens``: how many it got (as many as expected if not given): an answer that was shorter
+        than expected says nothing about speed.
+        """
         running = self.flight.pop(key, None)
         if running is None:
             return None
@@ -140,7 +158,10 @@ class Lane:
             self.background -= 1
         if learn:
             delayed = self.delay - running.mark
-            predicted = running.end + delayed - running.released
+            decoding = running.end - running.start
+            if tokens is not None and running.waiting.output > 0:
+                decoding *= tokens / running.waiting.output
+            predicted = running.start + decoding + delayed - running.released
             actual = now - running.released
             # One that was delayed much says little about speed: an answer of few tokens ends
             # before all of a long prompt beside it is through.
@@ -151,11 +172,37 @@ class Lane:
             self.prefill_end = min(self.prefill_end, now)
             self.slacks.clear()
             self.delay = 0.0
-        self._tighten()
+        self.renew(now)
         return running
 
-    def _tighten(self) -> None:
+    def renew(self, now: float) -> None:
+        """Work out the slack: that of the tightest that can still make it."""
         heap, flight, delay = self.slacks, self.flight, self.delay
-        while heap and (heap[0][1] not in flight or heap[0][0] < delay):
+        while heap:
+            limit, key = heap[0]
+            running = flight.get(key)
+            if running is None:
+                heapq.heappop(heap)
+                continue
+            if running.pace and limit < running.utmost:
+                later = self._bears(running, now)
+                if later > limit + PACE_GRAIN:
+                    heapq.heapreplace(heap, (later, key))
+                    continue
+            if limit >= delay:
+                break
             heapq.heappop(heap)
         self.slack = heap[0][0] - delay if heap else INFINITY
+
+    def _bears(self, running: Running, now: float) -> float:
+        """The lane's delay at which a request would be late if it had no more tokens than by now.
+
+        It counts for as many as it has at any rate, if that is more.
+        """
+        if not running.pace:
+            return running.utmost
+        w = running.waiting
+        sure = (w.least - 1) / w.output * (running.end - running.start) if w.output > 0 else 0.0
+        decoded = now - running.start - (self.delay - running.mark)
+        ahead = running.pace * max(sure, decoded)
+        return min(running.utmost, running.mark + ahead)

@@ -24,6 +24,7 @@ CYCLE_SECONDS = 1.0
 PROMOTE_SECONDS = 0.2  # between two promotions
 SMOOTHING = 0.05
 RESUME_BELOW = 0.7  # of capacity: training may go on again
+STANDING = 0.2  # relative change of Q times rate below which a replica keeps its place
 REFITS_MAX = 64  # replicas whose coefficients are fitted anew in one cycle
 
 
@@ -102,9 +103,18 @@ class Macro:
         return self._training(self.order, self._capacity, need)
 
     def _rank(self, need: float) -> None:
-        """Order of the replicas, and how many of them carry ``need`` requests a second."""
+        """Order of the replicas, and how many of them carry ``need`` requests a second.
+
+        The noise of fitted coefficients moves nobody, nor does a change of prompts that all feel:
+        a batch is steady only where the order is.
+        """
         rates = {number: self._rate_of(*kind) for kind, number in self._kinds.items()}
-        keys = [(-x.quality * rates[x.kind], x.view.id, x) for x in self._dispatchable]
+        usual = sum(rates[x.kind] for x in self._dispatchable) / max(1, len(self._dispatchable))
+        for lane in self._dispatchable:
+            value = lane.quality * rates[lane.kind] / usual
+            if abs(value - lane.standing) > STANDING * lane.standing:
+                lane.standing = value
+        keys = [(-x.standing, x.view.id, x) for x in self._dispatchable]
         keys.sort()  # hardly any work: the last cycle's order is nearly this one's
         self.order = lanes = [lane for _, _, lane in keys]
         self._dispatchable = dict.fromkeys(lanes)

@@ -1,9 +1,11 @@
 """Which waiting request goes to which replica now: the micro cycle's releases.
 
-A request goes where it makes its own limits and breaks those of nobody in flight, at the least
-expense: its time there and the delay it brings to the others, over the replica's quality. A
-replica takes part as soon as it can begin with another prompt within ``lead`` seconds; what is
-kept waiting until then is held on purpose, so that the choice stays open.
+A request goes where it makes its own limits and breaks those of nobody in flight: to the first
+replica in the macro cycle's order where both hold with room to spare (``EASE``), so that batches
+fill the latency budget on the first replicas and the last ones have only the peaks; if there is
+none, where it is done at the least expense: its time there and the delay it brings to the others,
+over the replica's quality. A replica takes part as soon as it can begin with another prompt within
+``lead`` seconds; what is kept waiting until then is held on purpose, so that the choice stays open.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from services.dispatcher.policies.parts.waiting import DEFERRED, MAIN, Item, Wai
 LANES_TRIED = 16  # open replicas considered in one decision
 LOOKS_MAX = 384  # replicas looked at in one decision; then readers get their turn
 LOOK_AHEAD = 8  # requests tried beyond the first that fits nowhere now
+EASE = 0.2  # share of a predicted time that is left over where batches are filled
 OUTSIDE_SHARE = 0.1  # of its time left that a request must save to leave the active set
 OUTSIDE = 10.0  # the same for one without a deadline, seconds
 LATE_AGE = 30.0  # a hopeless request this old gets a replica even under load
@@ -28,7 +31,10 @@ LATE_PER_LANE = 2  # hopeless requests together on one replica
 
 
 class Placement:
-    """``where``: request -> its replica. ``wake``: when a replica can begin with another one."""
+    """``where``: request -> its replica. ``wake``: when a replica can begin with another one.
+
+    ``fill``: the first replicas first, see the module; otherwise always the least expense.
+    """
 
     def __init__(
         self,
@@ -38,9 +44,10 @@ class Placement:
         *,
         safety: float,
         lead: float,
+        fill: bool = True,
     ) -> None:
         self._macro, self._queues, self._shares = macro, queues, shares
-        self._safety, self._lead = safety, lead
+        self._safety, self._lead, self._fill = safety, lead, fill
         self.epsilon = 0.0  # control overhead to leave for, measured
         self.where: dict[str, Lane] = {}
         self.wake = INFINITY
@@ -65,7 +72,10 @@ class Placement:
             if lane.prefill_end > soon:
                 if lane.prefill_end < wake:
                     wake = lane.prefill_end
-            elif lane.slack > closed:
+                continue
+            if lane.slack <= closed:
+                lane.renew(now)
+            if lane.slack > closed:
                 lanes.append(lane)
                 if len(lanes) >= LANES_TRIED:
                     break
@@ -136,13 +146,14 @@ class Placement:
         return count
 
     def _choose(self, w: Waiting) -> Lane | None:
-        """The replica where it and everybody there keep their limits, at the least expense."""
+        """The replica where it and everybody there keep their limits; None: nowhere now."""
         best, least, now = None, INFINITY, self._round.now
         epsilon, safety, active = self.epsilon, self._safety, self._macro.active
         overload, lanes = self._overload, self._lanes
-        bound, adapter, need, plain, due = w.bound, w.request.adapter, w.kv, w.plain, w.due
+        bound, need, plain, due = w.bound, w.kv, w.plain, w.due
+        fill = self._fill and bound
         self._looks += len(lanes)
-        for lane in lanes:
+        for lane in lanes:  # in order of Q times rate
             if lane.kv + need > lane.kv_total or need > lane.context:
                 continue
             first, end, delay = lane.predict(w, now)
@@ -154,16 +165,36 @@ class Placement:
                     continue
             if flight and delay * (1 + safety) + epsilon > lane.slack:
                 continue
-            score = (end - now + delay * flight) / lane.quality
-            if lane.latency is None:
-                score = flight / lane.view.b_limit
-            if lane.rank >= active:  # only where it saves much, or nobody inside can do it
-                score += OUTSIDE_SHARE * (due - now) if bound and due < INFINITY else OUTSIDE
-            if adapter is not None and adapter not in lane.view.adapters:
-                score += 1.0
+            if fill and lane.rank < active and self._easy(w, lane, first, end, delay):
+                return lane
+            score = self._expense(w, lane, (end - now + delay * flight) / lane.quality)
             if score < least:
                 best, least = lane, score
         return best
+
+    def _easy(self, w: Waiting, lane: Lane, first: float, end: float, delay: float) -> bool:
+        """Whether all limits would be kept there with room to spare, however long the answer."""
+        adapter = w.request.adapter
+        if lane.latency is None or not (adapter is None or adapter in lane.view.adapters):
+            return False
+        if lane.flight and delay * (1 + EASE) + self.epsilon > lane.slack:
+            return False
+        margin = self.epsilon + EASE * (end - self._round.now)
+        return end + w.stretch * (end - first) + margin <= w.due and (
+            w.plain or w.met(first, end, margin)
+        )
+
+    def _expense(self, w: Waiting, lane: Lane, score: float) -> float:
+        """``score``, seconds, with what speaks against this replica besides."""
+        adapter, due = w.request.adapter, w.due
+        if lane.latency is None:
+            score = len(lane.flight) / lane.view.b_limit
+        if lane.rank >= self._macro.active:  # only if it saves much or nobody inside can do it
+            bound = w.bound and due < INFINITY
+            score += OUTSIDE_SHARE * (due - self._round.now) if bound else OUTSIDE
+        if adapter is not None and adapter not in lane.view.adapters:
+            score += 1.0
+        return score
 
     def _release(self, w: Waiting, lane: Lane, why: str) -> None:
         now = self._round.now

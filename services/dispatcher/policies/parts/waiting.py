@@ -25,18 +25,31 @@ class Waiting:
         "kv",
         "late",
         "latest",
+        "least",
         "output",
         "place",
         "plain",
         "prompt",
         "request",
+        "stretch",
     )
 
     def __init__(
-        self, request: Request, output: float, cost: float, latest: float, now: float
+        self,
+        request: Request,
+        output: float,
+        cost: float,
+        latest: float,
+        now: float,
+        bounds: tuple[float, float] | None = None,
     ) -> None:
+        """``bounds``: output tokens that it will have at any rate, and hardly exceed."""
         self.request = request
         self.output = output  # tokens expected
+        least, most = bounds or (output, output)
+        self.least = min(least, output)  # tokens that it will probably have at any rate
+        # By what share of them it may hardly become longer than expected.
+        self.stretch = max(0.0, most / output - 1.0) if output > 0 else 0.0
         self.cost = cost  # replica seconds it takes
         self.density = output / cost if cost > 0 else math.inf
         self.latest = latest
