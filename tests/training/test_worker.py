@@ -88,6 +88,27 @@ def test_prepared_data_is_what_the_round_then_finds(worker: TrainingProcess, par
     assert "this replica holds 'tiny'" in other.latest_result().exc_string
 
 
+def test_a_first_version_is_the_same_whether_or_not_its_adapter_was_prepared(
+    worker: TrainingProcess, parent: str
+) -> None:
+    prepare = rounds.PrepareJob(adapter="math", base="tiny", lora=LORA, seed=0)
+    made = []
+    for version in ("p0", "p1"):
+        worker.result(worker.call(rounds.PREPARE, prepare), rounds.PrepareResult)
+        if version == "p1":  # trained meanwhile: what was prepared is no longer untouched
+            changes = {"session": "p", "steps": 1, "round": 72, "judged": True}
+            job = worker.round_job(parent, **changes)
+            worker.result(worker.call(rounds.LOCAL_ROUND, job), rounds.RoundResult)
+        job = rounds.InitialiseJob(
+            session="p", adapter="other", base="tiny", version=version, lora=LORA
+        )
+        made.append(worker.result(worker.call(rounds.INITIALISE, job), rounds.InitialiseResult))
+    wanted = load_file(Path(parent) / "adapter_model.safetensors")
+    for done in made:
+        found = load_file(Path(done.path) / "adapter_model.safetensors")
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_steps_are_on_the_metrics_stream(worker: TrainingProcess, parent: str) -> None:
     worker.redis.delete(names.METRICS)
     job = worker.round_job(parent, session="b", steps=2)

@@ -65,6 +65,7 @@ class TrainingContext:
         self.base: nn.Module = build_base(Path(config.folder), weights.views)
         self.weights = weights
         self._adapter: Adapter | None = None
+        self._untouched: tuple[Lora, int] | None = None  # what it was made as, if nothing more
         self._shadow: ShadowWriter | None = None
         self._data: dict[tuple[str, int, float], DataSet] = {}
         self._offset = 0.0
@@ -119,6 +120,7 @@ class TrainingContext:
             target_modules=tuple(lora.target_modules),
             lora_dropout=self.settings.lora_dropout,
         )
+        self._untouched = None
         if self._adapter is not None and self._adapter.spec == spec:
             return self._adapter
         self.drop_adapter()
@@ -126,13 +128,22 @@ class TrainingContext:
         return self._adapter
 
     def fresh_adapter(self, lora: Lora, seed: int) -> Adapter:
-        """Like ``adapter``, but initialised anew: A random from ``seed``, B zero."""
-        self.drop_adapter()
-        return self.adapter(lora, seed)
+        """Like ``adapter``, but as initialised: A random from ``seed``, B zero.
+
+        Not to be changed; one that was made so before and not been asked for by ``adapter``
+        since is given again, as attaching takes half a second.
+        """
+        untouched = self._adapter if self._untouched == (lora, seed) else None
+        if untouched is None:
+            self.drop_adapter()
+            untouched = self.adapter(lora, seed)
+            self._untouched = (lora, seed)
+        return untouched
 
     def drop_adapter(self) -> None:
         if self._adapter is not None:
             self.base, self._adapter = self._adapter.detach(), None
+        self._untouched = None
 
     def shadow(self) -> ShadowWriter:
         """The shared memory to the serving side, with room for the configured rank."""

@@ -76,7 +76,7 @@ def prepare(plain: Json) -> Json:
     data = context.data_set(job.adapter, job.max_tokens, job.heldout_fraction)
     if data is None:
         return to_json(PrepareResult(examples=0, seconds=0.0))
-    context.adapter(job.lora, job.seed)
+    context.fresh_adapter(job.lora, job.seed)
     seconds = time.monotonic() - begun
     return to_json(PrepareResult(examples=len(data.train.examples), seconds=seconds))
 
