@@ -61,15 +61,15 @@ enum { PHASES = 12 }; /* a layer */
 static void run_layer(struct pass *p, int i, struct phase *f, int me) {
     const struct model *m = p->m;
     const struct layer *l = &m->layer[i];
-    const long q = m->heads * m->head_dim, kv = m->kv_heads * m->head_dim;
+    const long q = m->heads * m->head_dim, kv = m->kv_heads * m->head_dim, rows = p->s->rows;
     const struct sub qkv[] = {{0, q, Q}, {q, kv, K}, {q + kv, kv, V}};
     const struct sub o[] = {{0, m->hidden, O}}, down[] = {{0, m->hidden, DOWN}};
     const struct sub both[] = {{0, m->inter, GATE}, {m->inter, m->inter, UP}};
     const struct gemm products[] = {
-        {l->qkv, p->x, q + 2 * kv, m->hidden, qkv, 3, i},
-        {l->o, p->x, m->hidden, q, o, 1, i},
-        {l->gate_up, p->x, 2 * m->inter, m->hidden, both, 2, i},
-        {l->down, p->wide_x, m->hidden, m->inter, down, 1, i},
+        {l->qkv, p->x, q + 2 * kv, m->hidden, rows, qkv, 3, i},
+        {l->o, p->x, m->hidden, q, rows, o, 1, i},
+        {l->gate_up, p->x, 2 * m->inter, m->hidden, rows, both, 2, i},
+        {l->down, p->wide_x, m->hidden, m->inter, rows, down, 1, i},
     };
     norm_blocks(p, l->norm1, f);
     if (p->pairs) lora_inputs(p, &products[0], f + 1);
@@ -105,7 +105,7 @@ static void run(void *job, int me) {
     for (int i = 0; i < m->layers; i++, f += PHASES) run_layer(p, i, f, me);
     EACH(b, f, p->logit_blocks) take_last(p, b);
     wait_for(f, p->logit_blocks);
-    const struct gemm head = {m->head, p->head_x, m->vocab, m->hidden, NULL, 0, 0};
+    const struct gemm head = {m->head, p->head_x, m->vocab, m->hidden, p->s->logit_rows, NULL, 0, 0};
     multiply(p, &head, f + 1, me, p->logit_blocks, LANES, pick);
     tiles_end();
 }

@@ -57,6 +57,7 @@ struct gemm {
     const elem *w;
     const elem *x;
     long n, k; /* rows and columns of w */
+    long rows; /* of x, 16 a block */
     const struct sub *sub;
     int subs;
     int layer;

@@ -22,6 +22,14 @@
         }                                                                                       \
     }
 
+#ifdef STRIPS
+/* Lanes of block m that hold rows of x. */
+static inline int lanes_of(const struct gemm *g, int m) {
+    const long left = g->rows - (long)m * LANES;
+    return left < LANES ? (int)left : LANES;
+}
+#endif
+
 /* out[0..3] = rows n0 and n1 of w (16 each) times blocks m0 and m1 of x (m1 < 0: only m0). */
 static inline __attribute__((always_inline)) void product(
     const struct pass *p, const struct gemm *g, long n0, long n1, int m0, int m1,
@@ -33,6 +41,22 @@ static inline __attribute__((always_inline)) void product(
     const elem *a0 = g->w + n0 * g->k, *a1 = g->w + n1 * g->k;
     const elem *b0 = g->x + m0 * block, *b1 = g->x + (m1 < 0 ? m0 : m1) * block;
     TZERO(0); TZERO(1); TZERO(2); TZERO(3);
+#ifdef STRIPS
+    const int lanes0 = lanes_of(g, m0), lanes1 = m1 < 0 ? 0 : lanes_of(g, m1);
+    const long most = packed ? 1 : CHUNK / 16; /* a packed tile's rows end with it */
+    for (long s = 0; s < steps; s += most) {
+        const long units = 16 * (steps - s < most ? steps - s : most);
+        for (int half = 0; half < 2; half++) {
+            const char *a = (const char *)((half ? a1 : a0) + s * advance);
+            const char *next = next0 ? (half ? next1 : next0) + s * 1024 : NULL;
+            strips(tile_[2 * half].c[0], a, stride, (const char *)(b0 + s * TILE), units, 16, lanes0,
+                   next);
+            if (m1 >= 0)
+                strips(tile_[2 * half + 1].c[0], a, stride, (const char *)(b1 + s * TILE), units, 16,
+                       lanes1, NULL);
+        }
+    }
+#else
     for (long s = 0; s < steps; s++) {
         if (next0)
             for (int line = 0; line < 16; line++) {
@@ -50,6 +74,7 @@ static inline __attribute__((always_inline)) void product(
             TDP(3, 5, 7);
         }
     }
+#endif
     if (p->pairs && g->subs) {
         LORA(0, 2, m0)
         if (m1 >= 0) { LORA(1, 3, m1) }

@@ -79,6 +79,7 @@ struct tile { const char *p; long stride; float c[16][16] __attribute__((aligned
 #define TDP(c, a, b) tdp(&tile_[c], &tile_[a], &tile_[b], 16)
 #define TDP_ROWS(c, a, b, rows) tdp(&tile_[c], &tile_[a], &tile_[b], rows)
 #define TSTORE(t, q, s) tstore(&tile_[t], (char *)(q), s)
+#ifdef __AVX512F__
 /* ``n`` rows from ``first`` on; n is a constant where this is called, so the sums are registers. */
 static inline __attribute__((always_inline)) void tdp_part(
     struct tile *c, const struct tile *a, const struct tile *b, const int first, const int n) {
@@ -115,6 +116,13 @@ static inline __attribute__((always_inline)) void tdp(
     tdp_part(c, a, b, 0, 8);
     if (rows > 8) tdp_part(c, a, b, 8, 8);
 }
+#else
+#define STRIPS
+#include "strip.h"
+static inline void tdp(struct tile *c, const struct tile *a, const struct tile *b, const int rows) {
+    strips(c->c[0], a->p, a->stride, b->p, 16, rows, LANES, NULL);
+}
+#endif
 static inline void tstore(const struct tile *t, char *to, long stride) {
     for (int r = 0; r < 16; r++) memcpy(to + r * stride, t->c[r], 64);
 }
