@@ -1,0 +1,90 @@
+/* Products of up to 16 rows with 8 or 16 lanes in plain vector code: sums that stay in registers.
+ *
+ * Written for AVX2, whose 16 registers hold 6 rows x 16 lanes of sums beside two vectors of lanes
+ * and a broadcast weight; other vector units with 256 bits or 32 registers compile it as well.
+ * A unit is what 4 bytes of a row hold: one number, or a pair of bf16. A lane's sum is one chain
+ * of multiply-adds along k whatever the number of rows and lanes, so its bits never depend on it.
+ */
+#pragma once
+
+typedef float v8 __attribute__((vector_size(32), aligned(4)));
+typedef uint32_t u8v __attribute__((vector_size(32), aligned(4)));
+
+enum { CHUNK = 288 /* units: a strip's operands stay in the first-level cache */ };
+
+static inline __attribute__((always_inline)) u8v spread(uint32_t x) {
+    return (u8v){x, x, x, x, x, x, x, x};
+}
+
+/* c[row][lane] (16 apart) += a[row] . b[.][lane]; rows and halves (of 16 lanes) are constants. */
+static inline __attribute__((always_inline)) void strip_of(
+    float *c, const char *a, long stride, const char *b, long units, const char *next,
+    const int rows, const int halves) {
+    v8 sum[8][2];
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < halves; h++) sum[r][h] = *(v8 *)(c + r * 16 + h * 8);
+    for (long k = 0; k < units; k++) {
+        if (next) __builtin_prefetch(next + k * 64, 0, 2);
+#ifdef BF16
+        v8 even[2], odd[2];
+        for (int h = 0; h < halves; h++) {
+            u8v lanes = *(const u8v *)(b + k * 64 + h * 32);
+            even[h] = (v8)(lanes << 16), odd[h] = (v8)(lanes & 0xFFFF0000u);
+        }
+        for (int r = 0; r < rows; r++) {
+            uint32_t pair;
+            memcpy(&pair, a + r * stride + k * 4, 4);
+            u8v both = spread(pair);
+            v8 first = (v8)(both << 16), second = (v8)(both & 0xFFFF0000u);
+            for (int h = 0; h < halves; h++) sum[r][h] += even[h] * first;
+            for (int h = 0; h < halves; h++) sum[r][h] += odd[h] * second;
+        }
+#else
+        v8 lanes[2];
+        for (int h = 0; h < halves; h++) lanes[h] = *(const v8 *)(b + k * 64 + h * 32);
+        for (int r = 0; r < rows; r++) {
+            const float weight = *(const float *)(a + r * stride + k * 4);
+            for (int h = 0; h < halves; h++) sum[r][h] += lanes[h] * weight;
+        }
+#endif
+    }
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < halves; h++) *(v8 *)(c + r * 16 + h * 8) = sum[r][h];
+}
+
+#define STRIP(ROWS, HALVES)                                                                  \
+    static __attribute__((noinline)) void strip_##ROWS##_##HALVES(                           \
+        float *c, const char *a, long stride, const char *b, long units, const char *next) { \
+        if (next) strip_of(c, a, stride, b, units, next, ROWS, HALVES);                      \
+        else strip_of(c, a, stride, b, units, NULL, ROWS, HALVES);                           \
+    }
+STRIP(1, 2) STRIP(2, 2) STRIP(3, 2) STRIP(4, 2) STRIP(5, 2) STRIP(6, 2) STRIP(8, 1)
+#undef STRIP
+
+/* ``rows`` rows (16 at most) of a tile; on the way ``units`` lines from ``next`` are fetched. */
+static inline void strips(float *c, const char *a, long stride, const char *b, long units, int rows,
+                          int lanes, const char *next) {
+    if (lanes <= 8 && rows == 16) {
+        strip_8_1(c, a, stride, b, units, next);
+        strip_8_1(c + 128, a + 8 * stride, stride, b, units, NULL);
+        return;
+    }
+    int r = 0;
+#define NEXT(ROWS) \
+    strip_##ROWS##_2(c + r * 16, a + r * stride, stride, b, units, r ? NULL : next), r += ROWS
+#ifdef BF16
+    while (rows - r > 4) NEXT(4); /* more and the registers do not do */
+#else
+    if (rows > 12) { NEXT(6); NEXT(5); NEXT(5); return; }
+    if (rows > 6) NEXT(6);
+#endif
+    switch (rows - r) {
+        case 1: NEXT(1); break;
+        case 2: NEXT(2); break;
+        case 3: NEXT(3); break;
+        case 4: NEXT(4); break;
+        case 5: NEXT(5); break;
+        case 6: NEXT(6); break;
+    }
+#undef NEXT
+}
