@@ -141,7 +141,7 @@ class Inference:
         self._loops[replica] = ServingLoop(
             replica,
             engine,
-            Publisher(self._redis, replica, engine.card.name),
+            Publisher(self._redis, replica, engine.card.name, self._settings.metrics_kept),
             AdapterLoads(replica, engine, adapters, block),
             block,
             self._clock,

@@ -35,7 +35,6 @@ from shared.replica_state import EVENTS_MAXLEN
 
 log = logging.getLogger(__name__)
 
-METRICS_MAXLEN = 100_000
 READ_COUNT = 256  # entries a read
 BACKLOG = 128  # turns computed and not yet taken by Redis, after which computing waits
 
@@ -116,8 +115,9 @@ class Turn(msgspec.Struct, kw_only=True):
 class Publisher:
     """Sends turns in order; ``put`` never blocks, ``room`` does while Redis is away."""
 
-    def __init__(self, redis: Redis, replica: str, model: str) -> None:
+    def __init__(self, redis: Redis, replica: str, model: str, metrics_kept: int) -> None:
         self._redis, self._replica, self._model = redis, replica, model
+        self._metrics_kept = metrics_kept
         self._stream, self._control = names.batches(replica), names.control(replica)
         self._outbox: list[Turn] = []
         self._sending = 0
@@ -218,7 +218,7 @@ class Publisher:
     def _sample(self, kind: str, sample: Message) -> tuple[Any, ...]:
         time = getattr(sample, "time", 0.0)
         return (
-            *("XADD", names.METRICS, "MAXLEN", "~", METRICS_MAXLEN, "*"),
+            *("XADD", names.METRICS, "MAXLEN", "~", self._metrics_kept, "*"),
             *("kind", kind, "replica", self._replica, "model", self._model),
             *("time", f"{time:.6f}", BODY, encode(sample)),
         )

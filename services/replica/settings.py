@@ -67,6 +67,10 @@ class ReplicaSettings(Settings):
         description="merged: one adapter at a time, with the profile's switch time (baseline)",
     )
 
+    metrics_kept: int = Field(
+        100_000, ge=100, description="Entries of the metrics log, of all replicas together"
+    )
+
     # Training child.
     training: bool = Field(False, description="Run a training process beside inference")
     training_nice: int = Field(19, ge=0, le=19)
