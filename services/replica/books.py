@@ -5,13 +5,14 @@ Pure bookkeeping: no Redis, no engine, no clock of its own.
 
 from __future__ import annotations
 
+from services.replica.solo_pace import Mark
 from shared.messages import Generate, Output
 
 
 class Member:
     """A request between its submission to the engine and its last token."""
 
-    __slots__ = ("delivered", "entry", "first_token", "queued", "released", "request")
+    __slots__ = ("delivered", "entry", "first_token", "mark", "queued", "released", "request")
 
     def __init__(self, request: Generate, entry: bytes, queued: float, released: float) -> None:
         self.request = request
@@ -19,6 +20,7 @@ class Member:
         self.queued, self.released = queued, released
         self.delivered = len(request.generated)
         self.first_token: float | None = None
+        self.mark: Mark | None = None  # at the first token
 
     def note(self, output: Output, now: float) -> None:
         """Take in tokens that came at ``now``."""

@@ -87,6 +87,7 @@ class ControlBlock:
     b = _Int(2 * _LINE + 2)  # concurrency limit in force
     B = _Int(2 * _LINE + 3)  # training micro-batch in force; 0 = training rests
     pulse = _Float(2 * _LINE + 4)  # when its event loop last ran, steps or not
+    slot_seconds = _Float(2 * _LINE + 5)  # compute slots times the seconds they were held
 
     # Written by the parent.
     paused = _Int(4 * _LINE)  # 1 = training stops within one micro-step
@@ -100,6 +101,8 @@ class ControlBlock:
     train_seconds = _Float(6 * _LINE + 4)  # seconds spent in them, waits excluded
     train_tokens = _Int(6 * _LINE + 5)
     micro_estimate = _Float(6 * _LINE + 6)  # smoothed seconds of a micro-step
+    train_slot_seconds = _Float(6 * _LINE + 7)  # compute slots times the seconds they were held
+    train_wait_seconds = _Float(7 * _LINE)  # at the gate, for whatever reason
 
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
         self.path = path

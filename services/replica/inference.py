@@ -31,6 +31,7 @@ from services.replica.meters import Meters
 from services.replica.reporter import Reporter
 from services.replica.settings import ReplicaSettings
 from services.replica.slots import Slots
+from services.replica.solo_pace import SoloPace
 from services.replica.worker import ServingLoop
 from shared import logs, names
 from shared.adapters import AdapterRegistry
@@ -148,6 +149,7 @@ class Inference:
             meters=self._meters,
             slots=slots,
             threads=1 if gpu.place_of(engine).gpu else self._settings.thread_count,
+            pace=SoloPace() if self._settings.training else None,
         )
 
     async def _keep_card(self, engines: dict[str, Engine]) -> None:

@@ -22,6 +22,7 @@ from services.replica.meters import Meters
 from services.replica.samples import Sampler
 from services.replica.slack import slack
 from services.replica.slots import Slots
+from services.replica.solo_pace import SoloPace
 from shared.clock import Now
 from shared.lifetime import Stamp
 from shared.messages import Finished
@@ -47,7 +48,9 @@ class ServingLoop:
         meters: Meters,
         slots: Slots | None = None,
         threads: int = 1,
+        pace: SoloPace | None = None,
     ) -> None:
+        """``pace``: for a replica that trains beside serving."""
         self.replica, self.engine, self.publisher = replica, engine, publisher
         self.block, self.loads, self.meters = block, loads, meters
         self._now, self._slots, self._threads = now, slots, threads
@@ -60,6 +63,9 @@ class ServingLoop:
         self._inbox: deque[Arrived] = deque()
         self._wake = asyncio.Event()
         self._busy_b = 0.0  # sum of b times seconds, for the mean over a tick
+        self._pace = pace
+        self._turn_began: float | None = None  # CLOCK_MONOTONIC; None = the engine rested
+        self._disturbed = False  # a micro-step ran beside when the step began
 
     # ------------------------------------------------------------ called by others
 
@@ -121,6 +127,7 @@ class ServingLoop:
 
     async def _idle(self) -> None:
         self.block.slack = slack((), 0.0, 0.0)
+        self._turn_began = None
         self.status = self.engine.status()
         if self._inbox or self._next_life is not None:
             return
@@ -144,6 +151,7 @@ class ServingLoop:
     async def _step(self) -> StepReport:
         lease = None
         self.block.step_started = time.monotonic()
+        self._turn_began = self._turn_began or self.block.step_started
         try:
             if self._slots is not None:
                 lease = self._slots.try_acquire(self._threads)
@@ -151,21 +159,29 @@ class ServingLoop:
                     lease = await asyncio.to_thread(self._slots.acquire, self._threads)
                 self.engine.use_threads(lease.count)
                 self.block.step_started = time.monotonic()
+            self._disturbed = bool(self.block.micro_started)
             return await self.engine.step()
         finally:
             if lease is not None:
+                held = time.monotonic() - self.block.step_started
+                self.block.slot_seconds += lease.count * held
                 lease.release()
             self.block.step_started = 0.0
 
     def _hand_out(self, report: StepReport) -> None:
         now = self._now()
+        self._learn(report)
         self.desk.flush = False
         for gateway, output in report.outputs:
             member = self.desk.books.members.get(output.id)
             if member is None or member.request.attempt != output.attempt:
                 continue  # of an incarnation that is no more
             member.note(output, now)
+            if self._pace is not None:
+                member.mark = member.mark or self._pace.mark()
             if output.finish is not None:
+                if self._pace is not None and member.mark is not None:
+                    self._pace.finished(member.mark)
                 output.stamps.setdefault(Stamp.QUEUED, member.queued)
                 output.stamps.setdefault(Stamp.RELEASED, member.released)
                 output.stamps.setdefault(Stamp.RECEIVED, member.request.arrival)
@@ -191,12 +207,26 @@ class ServingLoop:
             block.busy_seconds += report.seconds
             block.steps += 1
             self._busy_b += report.b * report.seconds
-            if not (B or report.prefill_tokens) or not block.step_estimate:
+            undisturbed = not (B or self._disturbed or report.prefill_tokens)
+            if undisturbed or not block.step_estimate:
                 old = block.step_estimate or report.seconds
                 block.step_estimate = old + SMOOTHING * (report.seconds - old)
         block.running, block.waiting = self.status.running, self.status.waiting
-        if block.B > 0:  # else training rests anyway, and nobody asks
-            block.slack = slack(self.desk.books.members.values(), now, block.step_estimate)
+        if block.B > 0 or self._pace is not None:  # else nobody asks
+            members = self.desk.books.members.values()
+            solo = self._pace
+            step = max(block.step_estimate, solo.step if solo is not None else 0.0)
+            block.slack = slack(members, now, step, solo.limit if solo is not None else None)
+
+    def _learn(self, report: StepReport) -> None:
+        """Let the pace see the turn that has just ended, from the end of the one before."""
+        ended = time.monotonic()
+        if self._pace is not None and report.b and self._turn_began is not None:
+            alone = not (self._disturbed or self.block.micro_started)
+            self._pace.turn(
+                ended - self._turn_began, report.decode_tokens, report.prefill_tokens, alone=alone
+            )
+        self._turn_began = ended
 
     def mean_b(self, seconds: float) -> float:
         """Requests decoding together, mean over the last ``seconds``; starts a new interval."""

@@ -13,7 +13,7 @@ from services.replica.engines.base import EngineStatus, StepReport
 from services.replica.lag import LagMeter
 from services.replica.samples import SPACING, Sampler
 from services.replica.settings import ReplicaSettings
-from services.replica.slack import TOLERANCE, slack
+from services.replica.slack import AHEAD, TOLERANCE, slack
 from shared.messages import Finished
 from shared.settings import SettingsError, load
 from shared.slo import Slo
@@ -104,10 +104,30 @@ def test_the_least_of_all_limits_counts() -> None:
 def test_a_request_without_limits_bears_a_quarter_more_time_per_token() -> None:
     one = member(tokens=100)
     one.first_token, one.delivered = 100.0, 1
-    assert slack([one], 100.0, 0.1) == pytest.approx(100 * 0.1 * (1 + TOLERANCE) - 99 * 0.1)
+    bearable = 0.1 * (1 + TOLERANCE)
+    assert slack([one], 100.0, 0.1) == pytest.approx((1 + AHEAD) * bearable - AHEAD * 0.1)
     # It has been slowed by all it bears: nothing is left.
     one.delivered = 50
-    assert slack([one], 100.0 + 51 * 0.1 * 1.5, 0.1) < TOLERANCE * 100 * 0.1
+    assert slack([one], 100.0 + 51 * 0.1 * 1.5, 0.1) < 0
+
+
+def test_a_request_without_limits_may_become_as_slow_as_slow_ones_are_without_training() -> None:
+    one = member(tokens=100)
+    one.first_token, one.delivered = 100.0, 20
+    now = 100.0 + 20 * 0.15
+    assert slack([one], now, 0.1) < 0
+    assert slack([one], now, 0.1, usual=0.16) > 0.1
+    # A step that is slower than slow requests were is what counts then.
+    assert slack([one], now, 0.2, usual=0.16) == slack([one], now, 0.2)
+
+
+def test_an_answer_that_ends_early_has_not_spent_what_its_end_would_have_left() -> None:
+    """Slack over all of max_tokens let an answer of 8 tokens wait for a whole one of 1000."""
+    one = member(tokens=1000, slo=Slo(tpot_ms=200))
+    one.first_token, one.delivered = 100.0, 1
+    delay = slack([one], 100.0, 0.1)
+    assert delay > 0
+    assert (delay + AHEAD * 0.1) / (1 + AHEAD) <= 0.2 + 1e-9
 
 
 def test_an_entry_is_settled_with_its_last_member() -> None:

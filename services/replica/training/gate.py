@@ -103,7 +103,7 @@ class ServingGate:
         self._yielding, self._needs_micro_batch = yielding, needs_micro_batch
         self._looks = 2 * layers  # times that ``inside`` is called in a micro-step
         self._lease: Lease | None = None
-        self._looked = 0.0
+        self._looked = self._counted = 0.0
         self.first_micro_step = 0.0  # CLOCK_MONOTONIC; 0 = none yet
 
     # ------------------------------------------------------------ Gate
@@ -175,7 +175,9 @@ class ServingGate:
                 told = True
             time.sleep(POLL)
         self._check()
-        return time.monotonic() - started
+        waited = time.monotonic() - started
+        self._block.train_wait_seconds += waited
+        return waited
 
     def _try_begin(self) -> bool:
         if not self._may_compute() or not self._slack_suffices():
@@ -184,6 +186,7 @@ class ServingGate:
         self._lease = self._slots.try_acquire_training(self._wanted, leave_first=not alone)
         if self._lease is None:
             return False
+        self._counted = time.monotonic()
         if torch.get_num_threads() != self._lease.count:
             torch.set_num_threads(self._lease.count)
         return True
@@ -211,6 +214,7 @@ class ServingGate:
             return
         more = self._slots.try_acquire_training(missing, leave_first=False)
         if more is not None:
+            self._count()
             self._lease.join(more)
             torch.set_num_threads(self._lease.count)
 
@@ -245,5 +249,13 @@ class ServingGate:
         self._block.micro_started = 0.0
         self._block.micro_samples = 0
         if self._lease is not None:
+            self._count()
             self._lease.release()
             self._lease = None
+
+    def _count(self) -> None:
+        """Add what the slots held have cost since the last count."""
+        assert self._lease is not None
+        now = time.monotonic()
+        self._block.train_slot_seconds += self._lease.count * (now - self._counted)
+        self._counted = now
