@@ -136,6 +136,14 @@ def _spec(raw: Mapping[str, Any], path: Path) -> AdapterSpec:
     return AdapterSpec(r, float(alpha), bool(raw.get("use_rslora")), ranks, alphas)
 
 
+def module_of(name: str) -> tuple[str, str]:
+    """(module, "A" or "B") of a tensor under PEFT's name. Raises AdapterError."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise AdapterError(f"{name!r} names no LoRA matrix")
+    return match["module"], match["part"]
+
+
 def read_tensors(
     tensors: Mapping[str, Tensor],
     spec: AdapterSpec,

@@ -56,12 +56,17 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Published:
-    """A version as the reader took it: fp32 tensors of its own, not the shared memory."""
+    """A version as the reader took it: fp32 numbers of its own, not the shared memory."""
 
     name: str
     version: str
-    tensors: dict[str, Tensor]
+    flat: Tensor  # all tensors, one after another
     card: Card
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of ``flat`` under PEFT's names."""
+        return {n: self.flat[a:b].view(shape) for n, (a, b, shape) in self.card.tensors.items()}
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -203,10 +208,7 @@ class ShadowReader:
             return None
         card = msgspec.msgpack.decode(text, type=Card)
         flat = torch.frombuffer(data, dtype=torch.float32)
-        tensors = {
-            name: flat[begin:end].view(shape) for name, (begin, end, shape) in card.tensors.items()
-        }
-        return Published(card.name, card.version, tensors, card)
+        return Published(card.name, card.version, flat, card)
 
     def close(self) -> None:
         if self._mapped is not None:

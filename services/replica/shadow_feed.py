@@ -23,10 +23,11 @@ class ShadowFeed:
         """Serve the newest published version to new requests. Raises AdapterError."""
         for published in self._reader.poll():
             spec = AdapterSpec(r=published.card.rank, lora_alpha=published.card.lora_alpha)
-            self._engine.load_adapter_tensors(
+            self._engine.load_adapter_flat(
                 published.name,
                 published.version,
-                published.tensors,
+                published.flat,
+                published.card.tensors,
                 spec,
                 str(folder(self._data_dir, published.name, published.version)),
             )

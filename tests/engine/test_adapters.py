@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import shutil
 import weakref
@@ -193,6 +194,28 @@ def test_published_tensors_serve_like_the_folder_they_are_saved_in(
     engine.load_adapter_tensors("memory", "1", tensors, read_spec(path))
     got = tokens(run(engine, [request(n, [5, 6], adapter=n) for n in ("disk", "memory")]))
     assert got["disk"] == got["memory"]
+
+
+def test_versions_as_one_flat_tensor_serve_like_their_folders(
+    engine: TorchEngine, adapters: dict[str, Path]
+) -> None:
+    """The second of a layout takes the quick way; one of another rank may not."""
+    for kind in ("rslora", "rslora", "all", "attention"):
+        path = adapters[kind]
+        engine.load_adapter("disk", kind, str(path))
+        tensors = load_file(path / "adapter_model.safetensors")
+        flat, bounds = torch.cat([t.flatten() for t in tensors.values()]), {}
+        at = 0
+        for name, tensor in tensors.items():
+            bounds[name] = (at, at + tensor.numel(), tuple(tensor.shape))
+            at += tensor.numel()
+        engine.load_adapter_flat("memory", kind, flat, bounds, read_spec(path))
+        got = tokens(run(engine, [request(n, [5, 6], adapter=n) for n in ("disk", "memory")]))
+        assert got["disk"] == got["memory"]
+    flat[7] = math.nan
+    with pytest.raises(AdapterError, match="NaN"):
+        engine.load_adapter_flat("memory", "bad", flat, bounds, read_spec(path))
+    assert engine.adapters.current["memory"] == "attention"
 
 
 def test_idle_adapters_change_neither_the_base_answer_nor_the_work(

@@ -19,7 +19,7 @@ from services.replica.engines.base import EngineStatus, Rejected, StepReport
 from services.replica.engines.torch.backends import Loaded, load_backend
 from services.replica.engines.torch.grammar import Grammars
 from services.replica.engines.torch.kv import PAGE, PagePool
-from services.replica.engines.torch.lora import AdapterStore
+from services.replica.engines.torch.lora import AdapterStore, Bounds
 from services.replica.engines.torch.pace import StepPace
 from services.replica.engines.torch.running import Running, check
 from services.replica.engines.torch.sampling import choose, needs_logits
@@ -325,6 +325,19 @@ class TorchEngine:
         ``path``: the folder the same version is written to, for when it leaves memory.
         """
         self.adapters.load_tensors(name, version, tensors, spec, path)
+
+    def load_adapter_flat(
+        self,
+        name: str,
+        version: str,
+        flat: Tensor,
+        bounds: Bounds,
+        spec: AdapterSpec,
+        path: str | None = None,
+    ) -> None:
+        """The same for tensors that lie one after another in ``flat``, at ``bounds``: quick when
+        a version before had the same bounds."""
+        self.adapters.load_flat(name, version, flat, bounds, spec, path)
 
     def unload_adapter(self, name: str) -> bool:
         return self.adapters.unload(name)
