@@ -1,8 +1,9 @@
 """``python -m bench.sharing``: one model in memory for serving and fine-tuning, measured.
 
-Parts: memory, start (with memory), freshness, isolation, interference, yielding, learning,
-speed. Prints a table, draws PNG plots into --out, and prints one JSON line last. Fields of parts
-that were not run are null.
+Parts: memory (and the time to a first step), freshness, isolation, interference, yielding,
+learning, speed. Prints a table, draws PNG plots into --out, and prints one JSON line last, which
+is kept in --out/sharing.json. Fields of parts that were not run are those of an earlier run of
+the same kind in that folder, else null: so a long bench can be run part by part.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Bench:
             "ce": None,
             "quick": options.quick,
             "data": "file" if options.data else "made",
+            "model": self.folder.name,
         }
 
     def memory(self) -> None:
@@ -75,10 +77,7 @@ class Bench:
         big = memory.measure(big_folder, self.scratch)
         self.line["pss_mb"] = {"shared": big["pss_shared_mb"], "separate": big["pss_separate_mb"]}
         self.line["extra_of_one_copy"] = big["extra_of_one_copy"]
-        self.line["start_s"] = {
-            "shared": big["start_shared_s"],
-            "separate": big["start_separate_s"],
-        }
+        self.line["start_s"] = big["start_s"]
         self.line["memory"] = {"default_model": small, "billion": big}
 
     def freshness(self) -> None:
@@ -138,9 +137,9 @@ class Bench:
                 r,
                 r.first_version(),
                 parts.heldout[: 24 if self.quick else 60],
-                steps=12 if self.quick else 60,
+                seconds=100.0 if self.quick else 420.0,
                 B=2,
-                accumulation=4 if self.quick else 8,
+                accumulation=4,
             )
         plots.learning(found, self.out)
         answers = found.pop("per_answer")
@@ -152,6 +151,20 @@ class Bench:
         found = speed.against_peft(self.folder, encoded.examples, 4, 3 if self.quick else 9)
         self.line["train_speed_vs_peft"] = found["ratio"]
         self.line["speed"] = found
+
+
+KIND = ("quick", "data", "model")  # runs that agree in these may be put together
+
+
+def kept(line: dict[str, Any], path: Path) -> dict[str, Any]:
+    """``line``, its empty fields from the line at ``path`` where that is of the same kind; put
+    there in its place."""
+    if path.is_file():
+        before = json.loads(path.read_text())
+        if all(before.get(name) == line[name] for name in KIND):
+            line = {**before, **{k: v for k, v in line.items() if v is not None}}
+    path.write_text(json.dumps(line, indent=1))
+    return line
 
 
 def show(line: dict[str, Any]) -> None:
@@ -183,8 +196,9 @@ def main() -> int:
             if part in options.parts.split(","):
                 err.print(f"{part} …")
                 getattr(bench, part)()
-    show(bench.line)
-    print(json.dumps(bench.line))
+    line = kept(bench.line, options.out / "sharing.json")
+    show(line)
+    print(json.dumps(line))
     return 0
 
 

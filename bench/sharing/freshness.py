@@ -9,6 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.sharing.rig import ADAPTER, REPLICA, Rig, until
+from bench.sharing.rig import ADAPTER, REPLICA, Answer, Rig, until
 from services.replica.engines.torch.engine import TorchEngine
 from services.replica.shadow import Card, ShadowReader, ShadowWriter
 from services.replica.shadow_feed import ShadowFeed
 from services.replica.training.context import read_tensors
 from services.replica.training.model import Adapter, LoraSpec, build_base
 from services.replica.weights import open_fused
+from shared.lifetime import Stamp
 from shared.messages import Generate, Sampling
 
 SPEC = LoraSpec(8, 16.0, ("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -166,9 +168,10 @@ class _Mixed:
 
 
 def to_token(rig: Rig, parent: str, publishes: int) -> dict[str, float]:
-    """From the flip of the counter to the arrival of a first token of that version, with four
-    longer requests and two one-token probes in flight; and the length of a step meanwhile.
+    """From the start of a publication to the first token of that version, while four answers
+    decode and two one-token probes are in flight; and the length of a step meanwhile.
 
+    ``computed``: until the replica has computed the token; ``arrived``: until its reader has it.
     A probe follows as soon as one is answered: more of them would make the steps they wait for.
     """
     tensors = read_tensors(Path(parent))
@@ -178,31 +181,79 @@ def to_token(rig: Rig, parent: str, publishes: int) -> dict[str, float]:
         bounds[name] = (at, at + tensor.numel(), tuple(tensor.shape))
         at += tensor.numel()
     writer = ShadowWriter(rig.home / "replicas" / REPLICA / "shadow.bin", flat.nbytes)
-    rng, delays = random.Random(0), []
+    rng, found = random.Random(0), list[_Delay]()
+    background = _Background(rig, rng)
     rig.samples()
     for number in range(publishes):
-        ids = rig.submit(rig.prompts(rng, 4, 16), 8, adapter=ADAPTER)
-        version = f"p{number}"
-        begun = time.monotonic()
-        writer.publish(_card(version, bounds), flat)
-        more: list[str] = []
-
-        def seen(wanted: str = version, sent: list[str] = more) -> float | None:
-            waiting = sum(not rig.answers[request].times for request in sent)
-            if waiting < 2:
-                sent += rig.submit([[5, 6, 7]] * (2 - waiting), 1, adapter=ADAPTER)
-            for request in sent:
-                answer = rig.answers[request]
-                if answer.version == wanted and answer.times:
-                    return answer.times[0]
-            return None
-
-        delays.append(until(seen, "new version", 30) - begun)
-        rig.wait(ids + more)
+        background.keep(4)
+        time.sleep(rng.random() * 2 * rig.block.step_estimate)  # anywhere in a step
+        found.append(_publish_and_ask(rig, writer, flat, _card(f"p{number}", bounds)))
+    rig.cancel(background.running)
     steps, _ = rig.samples()
-    step = statistics.median(s.seconds / s.steps for s in steps)
     return {
-        "median_ms": 1e3 * statistics.median(delays),
-        "worst_ms": 1e3 * max(delays),
-        "step_ms": 1e3 * step,
+        "median_ms": 1e3 * statistics.median(d.arrived for d in found),
+        "worst_ms": 1e3 * max(d.arrived for d in found),
+        "computed_median_ms": 1e3 * statistics.median(d.computed for d in found),
+        "computed_worst_ms": 1e3 * max(d.computed for d in found),
+        "written_ms": 1e3 * statistics.median(d.written for d in found),
+        "taken_up_ms": 1e3 * statistics.median(d.started for d in found),
+        "step_ms": 1e3 * statistics.median(s.seconds / s.steps for s in steps),
     }
+
+
+@dataclass(frozen=True)
+class _Delay:
+    """Seconds since the start of a publication."""
+
+    written: float  # the shadow's counter has changed
+    started: float  # the engine begins the step with the first request of the new version
+    computed: float
+    arrived: float
+
+
+class _Background:
+    """Long answers that decode all the time."""
+
+    def __init__(self, rig: Rig, rng: random.Random) -> None:
+        self._rig, self._rng = rig, rng
+        self.running: list[str] = []
+
+    def keep(self, count: int) -> None:
+        """So many of them decode when this returns."""
+        rig = self._rig
+        self.running = [i for i in self.running if not rig.answers[i].finish]
+        missing = count - len(self.running)
+        if missing:
+            prompts = rig.prompts(self._rng, missing, 16)
+            self.running += rig.submit(prompts, 256, adapter=ADAPTER)
+        until(lambda: all(rig.answers[i].times for i in self.running), "decoding", 60)
+
+
+def _publish_and_ask(
+    rig: Rig, writer: ShadowWriter, flat: np.ndarray[Any, Any], card: Card
+) -> _Delay:
+    probes: list[str] = []
+
+    def ask() -> None:
+        waiting = sum(not rig.answers[request].times for request in probes)
+        if waiting < 2:
+            probes.extend(rig.submit([[5, 6, 7]] * (2 - waiting), 1, adapter=ADAPTER))
+
+    def seen() -> Answer | None:
+        ask()
+        answers = (rig.answers[request] for request in probes)
+        return next((a for a in answers if a.version == card.version and a.times), None)
+
+    ask()
+    begun = time.monotonic()
+    writer.publish(card, flat)
+    written = time.monotonic()
+    first = until(seen, "new version", 30)
+    rig.wait(probes)
+    stamps = {name: rig.monotonic(at) for name, at in first.stamps.items()}
+    return _Delay(
+        written - begun,
+        stamps[Stamp.STARTED] - begun,
+        stamps[Stamp.FIRST_TOKEN] - begun,
+        first.times[0] - begun,
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -110,48 +112,100 @@ def offered(rig: Rig, rate: float, seconds: float, seed: int) -> list[Answer]:
     return rig.wait(ids)
 
 
-def p99_tpot(answers: Sequence[Answer]) -> float:
-    return float(np.percentile([a.tpot for a in answers if a.tpot is not None], 99))
+def tpot(answers: Sequence[Answer], percent: float) -> float:
+    return float(np.percentile([a.tpot for a in answers if a.tpot is not None], percent))
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a stretch of time was used for, as parts of it. ``*_cores``: of all compute slots."""
+
+    train_tokens_s: float
+    serving_steps: float  # time inside engine steps
+    serving_cores: float
+    training_cores: float
+    training_waits: float
+    b: float  # sequences in a step, mean
+    steps_s: float
+
+
+class _Meter:
+    """Reads the control block's counters when made and again at ``use``."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig, self._begun, self._first = rig, time.monotonic(), self._read()
+        rig.samples()
+
+    def _read(self) -> dict[str, float]:
+        block = self._rig.block
+        names = (
+            *("train_tokens", "busy_seconds", "slot_seconds", "steps"),
+            *("train_slot_seconds", "train_wait_seconds"),
+        )
+        return {name: float(getattr(block, name)) for name in names}
+
+    def use(self) -> Use:
+        seconds, now = time.monotonic() - self._begun, self._read()
+        rate = {name: (now[name] - self._first[name]) / seconds for name in now}
+        samples, _ = self._rig.samples()
+        steps = sum(s.steps for s in samples)
+        slots = len(os.sched_getaffinity(0))
+        return Use(
+            train_tokens_s=rate["train_tokens"],
+            serving_steps=rate["busy_seconds"],
+            serving_cores=rate["slot_seconds"] / slots,
+            training_cores=rate["train_slot_seconds"] / slots,
+            training_waits=rate["train_wait_seconds"],
+            b=sum(s.b * s.steps for s in samples) / steps if steps else 0.0,
+            steps_s=rate["steps"],
+        )
 
 
 def half_load(rig: Rig, parent: str, *, B: int, seconds: float, repeats: int) -> dict[str, Any]:
     """Serving at half of saturation without and with training, in turn, yielding on."""
     rate = 0.5 * saturation(rig, 32)
-    alone: list[Answer] = []
-    beside: list[Answer] = []
-    solo: list[float] = []
-    fraction: list[float] = []
-    ratios: list[float] = []
-    for repeat in range(repeats):
-        without = offered(rig, rate, seconds, repeat)
-        job = rig.round(parent, steps=FOREVER, micro_batches=(B,), accumulation=8)
-        trained(rig, 1)
-        solo.append(_speed(rig, lambda: trained(rig, 16)))
-        found: list[Answer] = []
-
-        def serve(into: list[Answer] = found, seed: int = repeat) -> None:
-            into += offered(rig, rate, seconds, seed)
-
-        fraction.append(_speed(rig, serve) / solo[-1])
-        rig.stop(job)
-        ratios.append(p99_tpot(found) / p99_tpot(without))
-        alone += without
-        beside += found
-    return {
-        "rate": rate,
-        "tpot_p99_alone_ms": 1e3 * p99_tpot(alone),
-        "tpot_p99_beside_ms": 1e3 * p99_tpot(beside),
-        "tpot_p99_ratio": p99_tpot(beside) / p99_tpot(alone),
-        "tpot_p99_ratios": ratios,
-        "solo_tokens_s": statistics.median(solo),
-        "train_speed_fraction": statistics.median(fraction),
-        "train_speed_fractions": fraction,
-        "requests": len(alone),
+    runs = [_pair_of_runs(rig, parent, B, rate, seconds, seed) for seed in range(repeats)]
+    alone = [answer for run in runs for answer in run.alone]
+    beside = [answer for run in runs for answer in run.beside]
+    fractions = [run.use.train_tokens_s / run.solo for run in runs]
+    found: dict[str, Any] = {"rate": rate, "requests": len(alone)}
+    for percent in (50, 99):
+        before, after = tpot(alone, percent), tpot(beside, percent)
+        found[f"tpot_p{percent}_alone_ms"] = 1e3 * before
+        found[f"tpot_p{percent}_beside_ms"] = 1e3 * after
+        found[f"tpot_p{percent}_ratio"] = after / before
+    return found | {
+        "tpot_p99_ratios": [tpot(r.beside, 99) / tpot(r.alone, 99) for r in runs],
+        "solo_tokens_s": statistics.median(run.solo for run in runs),
+        "train_speed_fraction": statistics.median(fractions),
+        "train_speed_fractions": fractions,
+        "use_alone": asdict(runs[-1].use_alone),
+        "use_beside": asdict(runs[-1].use),
     }
 
 
-def _speed(rig: Rig, block: Any) -> float:
-    """Training tokens per second while ``block`` runs."""
-    tokens, begun = rig.block.train_tokens, time.monotonic()
-    block()
-    return (rig.block.train_tokens - tokens) / (time.monotonic() - begun)
+@dataclass(frozen=True)
+class _Pair:
+    """The same requests without and with training."""
+
+    alone: list[Answer]
+    use_alone: Use
+    solo: float  # tokens/s of training without requests
+    beside: list[Answer]
+    use: Use
+
+
+def _pair_of_runs(rig: Rig, parent: str, B: int, rate: float, seconds: float, seed: int) -> _Pair:
+    meter = _Meter(rig)
+    alone = offered(rig, rate, seconds, seed)
+    use_alone = meter.use()
+    job = rig.round(parent, steps=FOREVER, micro_batches=(B,), accumulation=8)
+    trained(rig, 1)
+    meter = _Meter(rig)
+    trained(rig, 16)
+    solo = meter.use().train_tokens_s
+    meter = _Meter(rig)
+    beside = offered(rig, rate, seconds, seed)
+    use = meter.use()
+    rig.stop(job)
+    return _Pair(alone, use_alone, solo, beside, use)

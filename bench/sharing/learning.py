@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.sharing.interference import FOREVER
 from bench.sharing.rig import ADAPTER, Rig, until
 from services.replica.training.scoring import Scorer
 from shared import chat
@@ -25,14 +26,15 @@ BINS = 10
 
 
 def run(
-    rig: Rig, parent: str, asked: Sequence[Chat], *, steps: int, B: int, accumulation: int
+    rig: Rig, parent: str, asked: Sequence[Chat], *, seconds: float, B: int, accumulation: int
 ) -> dict[str, Any]:
-    """Serve one question after another while a round of ``steps`` trains; score afterwards."""
+    """Serve one question after another while a round trains for ``seconds``; score afterwards."""
     tokenizer = chat.load(rig.folder)
     stops = sorted(tokenizer.eos_ids)
     job = rig.round(
         parent,
-        steps=steps,
+        steps=FOREVER,
+        deadline=rig.now() + seconds,
         micro_batches=(B,),
         accumulation=accumulation,
         heldout_fraction=0.3,

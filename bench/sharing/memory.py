@@ -10,60 +10,86 @@ import asyncio
 import multiprocessing as mp
 import shutil
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from services.replica.weights import open_fused, resolve_dtype
+from shared.messages import Generate, Sampling
+
 LENGTH = 64  # tokens of the one example and of the one prompt
 
 
-def measure(folder: Path, scratch: Path) -> dict[str, float]:
-    """MB and seconds for one model.
+def measure(folder: Path, scratch: Path) -> dict[str, Any]:
+    """MB and seconds for one model, in the dtype that this machine serves it in.
 
-    ``separate``: two loads as a user gets them (the training side by ``from_pretrained``).
+    ``separate``: two loads as a user gets them, the training side by ``from_pretrained`` from a
+    checkpoint in the page cache (it copies where the checkpoint's dtype is another).
     ``extra_of_one_copy``: what sharing needs beyond two processes without weights, one copy
     included once; those are the same processes on a file each, less one copy.
+
+    ``start_s``: seconds until a training process could compute its first step, without and with
+    its imports: ``shared`` on the file that serving has mapped already, ``separate`` as above,
+    ``mapped`` by our own loader on a file of its own.
     """
     one = _one_copy(folder)
-    shared, start_shared = _pair(folder, None, "mapped")
+    shared = _pair(folder, None, "mapped")
     apart = scratch / "apart"
     apart.mkdir()
-    own, _ = _pair(folder, apart, "mapped")
-    separate, start_separate = _pair(folder, apart, "pretrained")
+    own = _pair(folder, apart, "mapped")
+    separate = _pair(folder, apart, "pretrained")
     shutil.rmtree(apart)
     return {
         "copy_mb": one,
-        "pss_shared_mb": shared,
-        "pss_separate_mb": separate,
-        "extra_of_one_copy": (shared - (own - one)) / one,
-        "start_shared_s": start_shared,
-        "start_separate_s": start_separate,
+        "dtype": str(resolve_dtype("auto")).removeprefix("torch."),
+        "pss_shared_mb": shared.pss,
+        "pss_separate_mb": separate.pss,
+        "extra_of_one_copy": (shared.pss - (own.pss - one)) / one,
+        "start_s": {"shared": shared.ready, "separate": separate.ready, "mapped": own.ready},
+        "start_with_imports_s": {
+            "shared": shared.spawned,
+            "separate": separate.spawned,
+            "mapped": own.spawned,
+        },
     }
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two processes: their PSS in MB; of the training one, seconds to the first step."""
+
+    pss: float
+    ready: float  # imports done
+    spawned: float  # imports included
+
+
 def _one_copy(folder: Path) -> float:
-    from services.replica.weights import open_fused
-
-    return open_fused(folder, "bfloat16").nbytes / 1e6
+    return open_fused(folder, "auto").nbytes / 1e6
 
 
-def _pair(folder: Path, apart: Path | None, loader: str) -> tuple[float, float]:
-    """PSS of both processes in MB, seconds to the first step. ``apart``: serve from a copy of
-    the model there; ``loader`` of the training side: "mapped" or "pretrained"."""
+def _pair(folder: Path, apart: Path | None, loader: str) -> Pair:
+    """``apart``: serve from a copy of the model there; ``loader`` of the training side: "mapped"
+    or "pretrained". Serving computes before training starts, as in a running replica."""
     context = mp.get_context("spawn")
-    sides = []
+    processes: list[Any] = []
+    pipes: list[Connection] = []
+    started: list[tuple[float, float]] = []
     for target, argument in ((_serve, apart), (_train, loader)):
         ours, theirs = context.Pipe()
-        process = context.Process(target=target, args=(str(folder), argument, theirs), daemon=True)
+        process = context.Process(
+            target=target, args=(str(folder), argument, time.monotonic(), theirs), daemon=True
+        )
         process.start()
         theirs.close()
-        sides.append((process, ours))
-    started = [ours.recv() for _, ours in sides]
-    pss = sum(_pss(process.pid or 0) for process, _ in sides)
-    for process, ours in sides:
-        ours.close()
+        processes.append(process)
+        pipes.append(ours)
+        started.append(ours.recv())
+    pss = sum(_pss(process.pid or 0) for process in processes)
+    for process, pipe in zip(processes, pipes, strict=True):
+        pipe.close()
         process.join()
-    return pss, started[1]
+    return Pair(pss, *started[1])
 
 
 def _pss(pid: int) -> float:
@@ -73,7 +99,7 @@ def _pss(pid: int) -> float:
     raise RuntimeError(f"no Pss in /proc/{pid}/smaps_rollup")
 
 
-def _until_closed(pipe: Connection, value: float) -> None:
+def _until_closed(pipe: Connection, value: tuple[float, float]) -> None:
     pipe.send(value)
     try:
         pipe.recv()
@@ -81,10 +107,9 @@ def _until_closed(pipe: Connection, value: float) -> None:
         return
 
 
-def _serve(folder: str, apart: Path | None, pipe: Connection) -> None:
+def _serve(folder: str, apart: Path | None, spawned: float, pipe: Connection) -> None:
     """The serving side: engine, one prompt, a few tokens. ``apart``: on a file of its own."""
     from services.replica.engines.torch.engine import TorchEngine
-    from shared.messages import Generate, Sampling
 
     place = Path(folder)
     if apart is not None:
@@ -92,8 +117,8 @@ def _serve(folder: str, apart: Path | None, pipe: Connection) -> None:
         if not place.exists():
             hidden = shutil.ignore_patterns("fused-*", ".fused*")
             shutil.copytree(folder, place, ignore=hidden)
-    begun = time.perf_counter()
-    engine = TorchEngine.load(place, name="m", dtype="bfloat16", kv_tokens=1024, b_max=4)
+    begun = time.monotonic()
+    engine = TorchEngine.load(place, name="m", kv_tokens=1024, b_max=4)
     request = Generate(
         id="1",
         gateway="g",
@@ -109,11 +134,12 @@ def _serve(folder: str, apart: Path | None, pipe: Connection) -> None:
             await engine.step()
 
     asyncio.run(run())
-    _until_closed(pipe, time.perf_counter() - begun)
+    now = time.monotonic()
+    _until_closed(pipe, (now - begun, now - spawned))
 
 
-def _train(folder: str, loader: str, pipe: Connection) -> None:
-    """The training side, one micro-step. Imports are done before the clock starts."""
+def _train(folder: str, loader: str, spawned: float, pipe: Connection) -> None:
+    """The training side up to where a step could begin; then one micro-step."""
     import peft
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -121,22 +147,21 @@ def _train(folder: str, loader: str, pipe: Connection) -> None:
     from services.replica.training.data import Example
     from services.replica.training.model import Adapter, LoraSpec, build_base
     from services.replica.training.trainer import Plan, Trainer
-    from services.replica.weights import open_fused
 
     spec = LoraSpec(8, 16.0, ("q_proj", "k_proj", "v_proj", "o_proj"))
     example = Example(tuple(range(10, 10 + LENGTH)), (True,) * LENGTH)
     with torch.device("meta"):  # imports the architecture's code
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    begun = time.perf_counter()
+    begun = time.monotonic()
     model: Any
     if loader == "mapped":
-        weights = open_fused(folder, "bfloat16")
+        weights = open_fused(folder, "auto")
         model = build_base(Path(folder), weights.views)
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=resolve_dtype("auto"))
         model.requires_grad_(False)
     adapter = Adapter(peft.get_peft_model(model, spec.peft_config()), spec)
     trainer = Trainer(adapter, [example], Plan(B=1, accumulation=1))
-    ready = time.perf_counter() - begun
+    now = time.monotonic()
     trainer.step()
-    _until_closed(pipe, ready)
+    _until_closed(pipe, (now - begun, now - spawned))

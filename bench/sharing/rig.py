@@ -71,6 +71,7 @@ class Answer:
     times: list[float] = field(default_factory=list)  # one a token
     version: str = ""
     finish: str = ""
+    stamps: dict[str, float] = field(default_factory=dict)  # of its life, Redis seconds
 
     @property
     def tpot(self) -> float | None:
@@ -105,13 +106,22 @@ class Rig:
         self._ended = threading.Event()
         self._reader = threading.Thread(target=self._read, args=(url,), daemon=True)
         self._reader.start()
+        before = time.monotonic()
         seconds, micros = self._time()
-        self._offset = seconds + micros / 1e6 - time.monotonic()
+        self._offset = seconds + micros / 1e6 - (before + time.monotonic()) / 2
         self._sample_cursor = "0"
 
     def _time(self) -> tuple[int, int]:
         found: Any = self.redis.time()
         return int(found[0]), int(found[1])
+
+    def now(self) -> float:
+        """Redis seconds."""
+        return time.monotonic() + self._offset
+
+    def monotonic(self, redis_time: float) -> float:
+        """A moment in Redis seconds, by our monotonic clock."""
+        return redis_time - self._offset
 
     def close(self) -> None:
         self._ended.set()
@@ -131,7 +141,7 @@ class Rig:
         stops: Sequence[int] = (),
     ) -> list[str]:
         """One batch; returns the ids of its requests."""
-        now = time.monotonic() + self._offset
+        now = self.now()
         sampling = Sampling(
             max_tokens=max_tokens,
             temperature=0.0,
@@ -208,6 +218,7 @@ class Rig:
                 answer.tokens += new
                 answer.times += [now] * len(new)
                 answer.version = output.adapter_version or answer.version
+                answer.stamps = dict(output.stamps)
                 answer.finish = output.finish or answer.finish
 
     def samples(self) -> tuple[list[StepSample], list[TrainSample]]:
