@@ -12,8 +12,31 @@ typedef uint32_t u8v __attribute__((vector_size(32), aligned(4)));
 
 enum { CHUNK = 288 /* units: a strip's operands stay in the first-level cache */ };
 
-static inline __attribute__((always_inline)) u8v spread(uint32_t x) {
-    return (u8v){x, x, x, x, x, x, x, x};
+/* sum[row][half] += the row's unit x the unit's lanes. */
+static inline __attribute__((always_inline)) void add_unit(
+    v8 sum[8][2], const char *a, long stride, const char *b, const int rows, const int halves) {
+#ifdef BF16
+    v8 even[2], odd[2];
+    for (int h = 0; h < halves; h++) {
+        u8v lanes = *(const u8v *)(b + h * 32);
+        even[h] = (v8)(lanes << 16), odd[h] = (v8)(lanes & 0xFFFF0000u);
+    }
+    for (int r = 0; r < rows; r++) {
+        uint32_t pair;
+        memcpy(&pair, a + r * stride, 4);
+        u8v both = {pair, pair, pair, pair, pair, pair, pair, pair};
+        v8 first = (v8)(both << 16), second = (v8)(both & 0xFFFF0000u);
+        for (int h = 0; h < halves; h++) sum[r][h] += even[h] * first;
+        for (int h = 0; h < halves; h++) sum[r][h] += odd[h] * second;
+    }
+#else
+    v8 lanes[2];
+    for (int h = 0; h < halves; h++) lanes[h] = *(const v8 *)(b + h * 32);
+    for (int r = 0; r < rows; r++) {
+        const float weight = *(const float *)(a + r * stride);
+        for (int h = 0; h < halves; h++) sum[r][h] += lanes[h] * weight;
+    }
+#endif
 }
 
 /* c[row][lane] (16 apart) += a[row] . b[.][lane]; rows and halves (of 16 lanes) are constants. */
@@ -23,30 +46,11 @@ static inline __attribute__((always_inline)) void strip_of(
     v8 sum[8][2];
     for (int r = 0; r < rows; r++)
         for (int h = 0; h < halves; h++) sum[r][h] = *(v8 *)(c + r * 16 + h * 8);
-    for (long k = 0; k < units; k++) {
-        if (next) __builtin_prefetch(next + k * 64, 0, 2);
-#ifdef BF16
-        v8 even[2], odd[2];
-        for (int h = 0; h < halves; h++) {
-            u8v lanes = *(const u8v *)(b + k * 64 + h * 32);
-            even[h] = (v8)(lanes << 16), odd[h] = (v8)(lanes & 0xFFFF0000u);
-        }
-        for (int r = 0; r < rows; r++) {
-            uint32_t pair;
-            memcpy(&pair, a + r * stride + k * 4, 4);
-            u8v both = spread(pair);
-            v8 first = (v8)(both << 16), second = (v8)(both & 0xFFFF0000u);
-            for (int h = 0; h < halves; h++) sum[r][h] += even[h] * first;
-            for (int h = 0; h < halves; h++) sum[r][h] += odd[h] * second;
-        }
-#else
-        v8 lanes[2];
-        for (int h = 0; h < halves; h++) lanes[h] = *(const v8 *)(b + k * 64 + h * 32);
-        for (int r = 0; r < rows; r++) {
-            const float weight = *(const float *)(a + r * stride + k * 4);
-            for (int h = 0; h < halves; h++) sum[r][h] += lanes[h] * weight;
-        }
-#endif
+    const int by = next || halves == 1 ? 2 : 1; /* units a turn; a line is fetched in each */
+    for (long k0 = 0; k0 < units; k0 += by) {
+        if (next) __builtin_prefetch(next + k0 * 32, 0, 2);
+        for (long k = k0; k < k0 + by; k++)
+            add_unit(sum, a + k * 4, stride, b + k * 64, rows, halves);
     }
     for (int r = 0; r < rows; r++)
         for (int h = 0; h < halves; h++) *(v8 *)(c + r * 16 + h * 8) = sum[r][h];
@@ -61,17 +65,19 @@ static inline __attribute__((always_inline)) void strip_of(
 STRIP(1, 2) STRIP(2, 2) STRIP(3, 2) STRIP(4, 2) STRIP(5, 2) STRIP(6, 2) STRIP(8, 1)
 #undef STRIP
 
-/* ``rows`` rows (16 at most) of a tile; on the way ``units`` lines from ``next`` are fetched. */
+/* ``rows`` rows (16 at most) of a tile. On the way ``units`` lines from ``next`` are fetched, half
+ * of them by each of the first two strips: evenly, as memory delivers them. */
 static inline void strips(float *c, const char *a, long stride, const char *b, long units, int rows,
                           int lanes, const char *next) {
     if (lanes <= 8 && rows == 16) {
         strip_8_1(c, a, stride, b, units, next);
-        strip_8_1(c + 128, a + 8 * stride, stride, b, units, NULL);
+        strip_8_1(c + 128, a + 8 * stride, stride, b, units, next ? next + units * 32 : NULL);
         return;
     }
     int r = 0;
-#define NEXT(ROWS) \
-    strip_##ROWS##_2(c + r * 16, a + r * stride, stride, b, units, r ? NULL : next), r += ROWS
+#define NEXT(ROWS)                                                         \
+    (strip_##ROWS##_2(c + r * 16, a + r * stride, stride, b, units, next), \
+     next = r || !next ? NULL : next + units * 32, r += ROWS)
 #ifdef BF16
     while (rows - r > 4) NEXT(4); /* more and the registers do not do */
 #else
