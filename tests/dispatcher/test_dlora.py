@@ -28,14 +28,16 @@ def test_the_cost_counts_full_batches_and_what_is_left_of_all_adapters() -> None
     # a new adapter: x 1 full; 3 + 3 + 1 + 1 left make two
     assert policy._cost(member, "z") == 0.6 + 2
     assert policy._counts["a"] == {"x": 7, "y": 3, None: 1}, "asking changes nothing"
+    policy._counts["a"] = {"x": 3, "y": 1}
+    assert policy._cost(member, "y") == 1, "five that are left are one batch and a fourth of one"
 
 
 def test_equal_costs_go_to_the_replica_with_fewer_requests() -> None:
     policy = Dlora()
     told(policy, view("a", b_limit=8), view("b", b_limit=8))
-    policy.restore("a", (request("old"),), 0.0)
+    policy.restore("a", (request("old", adapter="x"),), 0.0)
     policy.restore("unknown", (request("lost"),), 0.0)
-    assert policy._counts == {"a": {None: 1}}
+    assert policy._counts == {"a": {"x": 1}}
     assert where(ask(policy, request("new"))) == {"b": ("new",)}
 
 
@@ -83,6 +85,15 @@ def test_the_newest_requests_move_off_the_busiest_replica_every_ten_seconds() ->
     assert policy.next_wake(15.0) == 25.0
     assert policy.decide(20.0) == []
     assert list(taken_back(policy.decide(25.0))) == ["a"]
+
+
+def test_a_migration_holds_up_no_release() -> None:
+    policy = _unequal(3 * IMBALANCE)
+    policy.decide(0.0)
+    told(policy, view("b", b_limit=1))
+    actions = ask(policy, request("new"), now=PERIOD_SECONDS)
+    assert where(actions) == {"b": ("new",)}
+    assert list(taken_back(actions)) == ["a"]
 
 
 def test_less_than_16_above_the_mean_stays() -> None:

@@ -226,6 +226,12 @@ def test_split_serves_on_the_first_replicas_only(serving: int, used: set[str]) -
     assert set(where(ask(policy, *(request(f"q{n}") for n in range(9))))) == used
 
 
+def test_split_of_two_replicas_serves_on_one() -> None:
+    policy = Split()
+    told(policy, view("a"), view("b"))
+    assert set(where(ask(policy, *(request(f"q{n}") for n in range(9))))) == {"a"}
+
+
 def test_split_of_one_replica_serves_on_it_and_promotes_nobody() -> None:
     policy = Split()
     told(policy, view("a", dispatchable=False, idle=True))
