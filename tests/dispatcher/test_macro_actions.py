@@ -161,14 +161,24 @@ def test_replicas_with_hopeless_requests_are_known() -> None:
 
 
 def test_what_the_load_leaves_over() -> None:
-    macro, _ = many(4)
+    macro, lanes = many(4)
     assert macro.spare() == 4
+    for lane in lanes[:3]:
+        lane.release(Waiting(request(f"{lane.view.id}"), 1.0, 1.0, 9.0, 0.0), 0.0)
+        macro.engaged(lane)
     macro.rate.work = 2.0
     macro.rate.mean = 1.0
     macro.rate._square = 1.0
     assert macro.spare() == 1, "4 - 2 * 1.2"
     macro.rate.work = 9.0
-    assert macro.spare() == 0
+    assert macro.spare() == 0, "half of the one that is idle"
+    lanes[0].leave(lanes[0].view.id, 1.0, learn=False)
+    macro.freed(lanes[0])
+    assert macro.spare() == 1, "half of the two that are idle"
+    macro.gone(lanes[1])
+    lanes[2].background = 1
+    macro.freed(lanes[2])
+    assert macro._taken == set(), "one that runs hopeless requests only is idle, too"
 
 
 def test_the_backlog_is_shared_by_all_that_serve() -> None:

@@ -25,6 +25,7 @@ PROMOTE_SECONDS = 0.2  # between two promotions
 SMOOTHING = 0.05
 RESUME_BELOW = 0.7  # of capacity: training may go on again
 STANDING = 0.2  # relative change of Q times rate below which a replica keeps its place
+IDLE_SHARE = 0.5  # of the replicas without requests in time: hopeless ones may have them
 REFITS_MAX = 64  # replicas whose coefficients are fitted anew in one cycle
 
 
@@ -54,6 +55,7 @@ class Macro:
         self._capacity = 0.0  # requests a second that all of ``order`` carry
         self.idle: dict[Lane, None] = {}  # may be promoted
         self.background: set[Lane] = set()  # with hopeless requests in flight
+        self._taken: set[Lane] = set()  # with other than hopeless requests in flight
         self._engaged: dict[Lane, None] = {}  # perhaps with prompts that are not through
         self._kinds: dict[tuple[LatencyModel | None, int, int], int] = {}  # replicas run alike
         self._models_changed = False
@@ -142,6 +144,7 @@ class Macro:
         for books in (self._dispatchable, self.idle, self._engaged, self._free):
             books.pop(lane, None)
         self.background.discard(lane)
+        self._taken.discard(lane)
 
     def _refit(self, policy: Collm) -> None:
         """Coefficients of replicas for which the coordinator has none yet."""
@@ -243,6 +246,8 @@ class Macro:
         self._engaged[lane] = None
         if lane.background:
             self.background.add(lane)
+        if len(lane.flight) > lane.background:
+            self._taken.add(lane)
 
     def freed(self, lane: Lane) -> None:
         """A replica has credit again."""
@@ -250,6 +255,8 @@ class Macro:
             self._free[lane] = None
         if not lane.background:
             self.background.discard(lane)
+        if len(lane.flight) <= lane.background:
+            self._taken.discard(lane)
 
     def promised(self, now: float) -> float:
         """Replica seconds of prompts that are released and not through yet."""
@@ -259,9 +266,13 @@ class Macro:
         return sum(x.prefill_end - now for x in self._engaged if x.view.dispatchable)
 
     def spare(self) -> int:
-        """Replicas that the load with SLOs leaves over."""
+        """Replicas that the load with SLOs leaves over: by its rate, or because they are idle.
+
+        The rate expects a burst to go on for seconds; a share of the idle ones is ready for that.
+        """
         needed = self.rate.work * self.rate.margin * (1 + self._headroom)
-        return max(0, int(len(self.order) - needed))
+        idle = IDLE_SHARE * (len(self.order) - len(self._taken))
+        return max(0, int(len(self.order) - needed), int(idle))
 
     def backlog_seconds(self, waiting: float, now: float) -> float:
         """Time until ``waiting`` replica seconds of work are done at the present capacity."""
