@@ -217,7 +217,9 @@ def write(found: Found) -> str:
         ttft=table(results, "p99_ttft_ms", ",.0f"),
         training=training(results),
         pacing=found.dispersion["collm"] / robin if robin else float("nan"),
-        pacing_first=found.dispersion["collm, first"] / found.dispersion["round_robin, first"],
+        pacing_fullest=(
+            found.dispersion["collm, fullest"] / found.dispersion["round_robin, fullest"]
+        ),
         pairs=named(found.pairs, LEARNED),
         jct=" | ".join(f"{k}: {v:.2f}" for k, v in found.completion.items()),
         split=named(found.split, LEARNED),

@@ -71,9 +71,9 @@ The paper reports +20 GB (50 %) for a second copy of a 7B model.
 ![Served a second](served.png)
 
 Relative variance (variance / mean²) of requests ended a second at 2x, collm / round robin: on the
-first replica {pacing_first:.2f}, median over the replicas {pacing:.2f} (aim: at most 1/3). The
-pacing policy leaves the last replicas little to do, and few requests a second vary much. In real
-time: `python -m bench.pacing`.
+fullest replica {pacing_fullest:.2f} (aim: at most 1/3), median over the replicas {pacing:.2f}. The
+pacing policy fills the first replicas and leaves the peaks to the last ones, which therefore serve
+less evenly than round robin's. In real time: `python -m bench.pacing`.
 
 ## Quality over time (Fig. 3 and 12a)
 ![Quality](quality.png)

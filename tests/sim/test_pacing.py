@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from bench.pacing import binned, dispersion
+from bench.pacing import binned, dispersion, fullest
 from bench.sim import simulated
 
 
@@ -14,6 +14,9 @@ def test_an_even_replica_has_no_dispersion_and_the_median_replica_is_told() -> N
     assert dispersion([[2.0, 2.0, 2.0]]) == 0.0
     assert dispersion([[0.0, 2.0], [1.0, 1.0], [0.0, 4.0], [0.0, 0.0]]) == 1.0
     assert dispersion([]) is None
+    assert fullest([[0.0, 2.0], [3.0, 3.0]]) == 0.0, "the second ended most"
+    assert fullest([]) is None
+    assert fullest([[0.0, 0.0]]) is None
 
 
 def test_ends_are_counted_from_the_first_of_all_replicas() -> None:
