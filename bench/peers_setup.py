@@ -1,13 +1,15 @@
 """Environments of the engines that ``bench.engine`` compares with: ``python -m bench.peers_setup``.
 
 Each gets a virtual environment of its own under the user's cache (``peers/<name>``), several
-gigabytes altogether; nothing of them enters this project's environment. A peer that cannot be
+gigabytes altogether; nothing of them enters this project's environment. llama.cpp is compiled,
+which takes a C++ compiler and cmake and some minutes. A peer that cannot be
 installed here is reported and left out; the benchmark then shows null for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import venv
@@ -20,6 +22,8 @@ PEERS: dict[str, tuple[str, ...]] = {
     "openvino": ("openvino-genai", "optimum-intel[openvino]"),
     "llamacpp": ("llama-cpp-python", "numpy"),
 }
+# llama.cpp is compiled for this processor; its image and server parts are not needed.
+BUILD = {"llamacpp": {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}}
 
 
 def folder(peer: str) -> Path:
@@ -38,7 +42,7 @@ def install(peer: str) -> bool:
     place = folder(peer)
     venv.create(place, with_pip=True, clear=True)
     command = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", *PEERS[peer]]
-    if subprocess.run(command, check=False).returncode:
+    if subprocess.run(command, check=False, env={**os.environ, **BUILD.get(peer, {})}).returncode:
         print(f"{peer}: not installed (pip's message is above)", file=sys.stderr)
         return False
     if peer == "vllm":  # these are built for another torch and break its import

@@ -19,7 +19,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.engine import accuracy, limits, material, runner
+from bench.engine import accuracy, gguf_file, limits, material, prefix, runner
+from bench.engine.variants import Variants
 from bench.peers_setup import PEERS, python_of
 from collm import models
 from services.replica.engines.torch.config import read_config
@@ -28,7 +29,7 @@ from shared.settings import user_cache
 
 CONCURRENCY = (1, 4, 16, 32, 64)
 STEPS_B = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-PARTS = ("speed", "prefill", "adapters", "steps", "accuracy")
+PARTS = ("speed", "prefill", "adapters", "steps", "accuracy", "variants", "prefix")
 err = Console(stderr=True)
 
 
@@ -43,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", default=",".join(PARTS), help="comma separated")
     parser.add_argument("--peers", default="transformers," + ",".join(PEERS))
-    parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
+    parser.add_argument("--gguf", type=Path, help="for llama.cpp; none: written, in --dtype")
     parser.add_argument("--quick", action="store_true", help="one round, 16 tokens")
     found = parser.parse_args()
     unknown = set(found.parts.split(",")) - set(PARTS)
@@ -69,9 +70,12 @@ class Bench:
             "threads": options.threads,
             "weights": options.weights,
             "converted": str(user_cache() / "peers" / "openvino-models" / self.folder.name),
-            "gguf": str(options.gguf) if options.gguf else None,
         }
-        self.workers = {name: runner.start(name, self.settings) for name in self._engines()}
+        if python_of("llamacpp") and "llamacpp" in options.peers.split(","):
+            file = options.gguf or gguf_file.write(self.folder, scratch / "model.gguf", self.dtype)
+            self.settings["gguf"] = str(file)
+        self.left_out: dict[str, str] = {}
+        self.workers: dict[str, runner.Worker] = {}
         names = ["collm", "transformers", *PEERS]
         self.line: dict[str, Any] = {
             "bench": "engine",
@@ -84,19 +88,38 @@ class Bench:
             "roofline_fraction": None,
             "latency_line": None,
             "unmerged_against_merged": None,
+            "variants_tok_s": None,
+            "prefix": None,
             "spread": None,
+            "left_out": self.left_out,
             "quick": options.quick,
             "data": "file" if options.data else "made",
         }
+        for name in self._engines():
+            self._start(name)
+
+    def _start(self, name: str, **changes: Any) -> None:
+        """Start an engine and let it answer once; a peer that cannot is left out, and why."""
+        try:
+            worker = runner.start(name, {**self.settings, **changes})
+            worker.run(**self._job(2, 4))
+        except runner.WorkerError as e:
+            if name == "collm":
+                raise
+            self._leave_out(name, f"does not run on this machine: {e}")
+        else:
+            self.workers[name] = worker
+
+    def _leave_out(self, peer: str, why: str) -> None:
+        self.left_out[peer] = why
+        err.print(f"{peer}: left out, {why}")
 
     def _engines(self) -> list[str]:
         """This engine and the wanted peers that are there."""
         found = ["collm"]
         for peer in filter(None, self.options.peers.split(",")):
-            if peer == "llamacpp" and not self.options.gguf:
-                err.print("llamacpp: left out, --gguf names no file")
-            elif peer != "transformers" and python_of(peer) is None:
-                err.print(f"{peer}: left out, not installed (make bench-peers-setup)")
+            if peer != "transformers" and python_of(peer) is None:
+                self._leave_out(peer, "not installed (make bench-peers-setup)")
             else:
                 found.append(peer)
         return found
@@ -162,10 +185,11 @@ class Bench:
 
     def _vllm_adapters(self, jobs: dict[str, dict[str, Any]]) -> None:
         """A second vLLM, as LoRA is enabled when it starts."""
-        every = self.workers
-        self.workers = {"vllm": runner.start("vllm", {**self.settings, "lora_slots": 8})}
-        self.line["tok_s_adapters"]["vllm"] = self._rates(jobs)["vllm"]
-        self.workers["vllm"].close()
+        every, self.workers = self.workers, {}
+        self._start("vllm", lora_slots=8)
+        if self.workers:
+            self.line["tok_s_adapters"]["vllm"] = self._rates(jobs)["vllm"]
+            self.close()
         self.workers = every
 
     def steps(self) -> None:
@@ -204,6 +228,23 @@ class Bench:
         )
         self.line["unmerged_against_merged"] = {k: round(v, 6) for k, v in found.items()}
 
+    def variants(self) -> None:
+        """One adapter merged, unmerged, republished at every step, and on packed weights."""
+        ways = Variants(self.folder, Path(self.adapters[0]), self.dtype, self.options.threads)
+        prompts = [p[:64] for p in self.prompts[:32]]
+        self.line["variants_tok_s"] = {
+            str(b): ways.compare(
+                prompts[: 2 * b], min(32, self.options.tokens), b, self.options.rounds
+            )
+            for b in (1, 16)
+        }
+        ways.close()
+
+    def prefix(self) -> None:
+        self.line["prefix"] = prefix.compare(
+            self.folder, self.settings, chats=8, tokens=16, rounds=self.options.rounds
+        )
+
     def table(self) -> None:
         table = Table(title=f"output tokens/s, {self.settings['dtype']}")
         for heading in ("engine", *map(str, CONCURRENCY), "prefill"):
@@ -213,6 +254,8 @@ class Bench:
             prefill = self.line["prefill_tok_s"][name]
             table.add_row(name, *cells, f"{prefill:.0f}" if prefill else "-")
         err.print(table)
+        for name, why in self.left_out.items():
+            err.print(f"{name}: {why}")
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from services.replica.engines.torch.kv import PAGE
 from services.replica.engines.torch.lora import Adapter, AdapterStore
 from services.replica.engines.torch.native import NativeBackend
 from services.replica.engines.torch.step import Step
-from services.replica.weights import FusedWeights, open_fused
+from services.replica.weights import FusedWeights, cut, open_fused
 
 
 def compare(
@@ -54,8 +53,7 @@ def compare(
 
 def merge(weights: FusedWeights, modules: Modules) -> FusedWeights:
     """A copy of the weights with the adapter added, rounded to their dtype."""
-    copied = {name: tensor.clone() for name, tensor in weights.fused.items()}
-    result = replace(weights, fused=copied).to("cpu")
+    result = cut(weights.path, weights.whole.clone())
     for module, lora in modules.items():
         view = result.views[f"{module}.weight"]
         view.copy_(view.float() + lora.scale * (lora.b @ lora.a))

@@ -17,11 +17,22 @@ RANK = 8
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
+def questions(count: int) -> list[str]:
+    """Made questions of mixed length."""
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    rng = random.Random(0)
+    made = []
+    for _ in range(count):
+        sums = [f"{rng.choice(words)} plus {rng.choice(words)}" for _ in range(rng.randint(1, 30))]
+        made.append(f"Please tell me step by step: how much is {', and '.join(sums)}?")
+    return made
+
+
 def prompts(folder: Path, data: Path | None, count: int) -> list[list[int]]:
     """Token ids of ``count`` chats under the model's template: the file's first user turns, or
     made ones of mixed length (10 to 200 tokens) without a file."""
     tokenizer = chat.load(folder)
-    asked = _from_file(data) if data else _made(count)
+    asked = _from_file(data) if data else questions(count)
     return [
         list(tokenizer.prompt([{"role": "user", "content": asked[i % len(asked)]}]))
         for i in range(count)
@@ -32,7 +43,7 @@ def texts(folder: Path, data: Path | None, count: int) -> list[list[int]]:
     """Token ids of whole chats (question and answer), at most 256 tokens each."""
     tokenizer = chat.load(folder)
     if data is None:
-        whole = _made(count)
+        whole = questions(count)
     else:
         loaded = training_data.load(data).chats[:count]
         whole = ["\n".join(str(m["content"]) for m in c.messages) for c in loaded]
@@ -42,16 +53,6 @@ def texts(folder: Path, data: Path | None, count: int) -> list[list[int]]:
 def _from_file(path: Path) -> list[str]:
     chats = training_data.load(path).chats
     return [str(m["content"]) for c in chats for m in c.messages[:2] if m["role"] == "user"]
-
-
-def _made(count: int) -> list[str]:
-    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    rng = random.Random(0)
-    made = []
-    for _ in range(count):
-        sums = [f"{rng.choice(words)} plus {rng.choice(words)}" for _ in range(rng.randint(1, 30))]
-        made.append(f"Please tell me step by step: how much is {', and '.join(sums)}?")
-    return made
 
 
 def write_adapters(folder: Path, root: Path, count: int, dtype: torch.dtype) -> list[str]:

@@ -27,6 +27,7 @@ class Worker:
     """One engine in a process of its own."""
 
     def __init__(self, command: list[str], settings: dict[str, Any], **changes: str) -> None:
+        self._name = Path(command[-1]).name
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -43,12 +44,16 @@ class Worker:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as e:
-            raise WorkerError(f"{self._process.args!r} has ended") from e
+            raise WorkerError(self._end()) from e
         line = self._process.stdout.readline()
         if not line:
-            raise WorkerError(f"{self._process.args!r} ended with {self._process.wait()}")
+            raise WorkerError(self._end())
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _end(self) -> str:
+        """How the process ended: a signal is a negative status."""
+        return f"{self._name} ended with status {self._process.wait()}"
 
     def run(self, **job: Any) -> dict[str, Any]:
         """See ``workers.common.serve``."""
