@@ -22,9 +22,9 @@ static inline __attribute__((always_inline)) void add_unit(
         even[h] = (v8)(lanes << 16), odd[h] = (v8)(lanes & 0xFFFF0000u);
     }
     for (int r = 0; r < rows; r++) {
-        uint32_t pair;
+        float pair; /* by its type spread from memory first, then cut: not the other way round */
         memcpy(&pair, a + r * stride, 4);
-        u8v both = {pair, pair, pair, pair, pair, pair, pair, pair};
+        u8v both = (u8v)(v8){pair, pair, pair, pair, pair, pair, pair, pair};
         v8 first = (v8)(both << 16), second = (v8)(both & 0xFFFF0000u);
         for (int h = 0; h < halves; h++) sum[r][h] += even[h] * first;
         for (int h = 0; h < halves; h++) sum[r][h] += odd[h] * second;
