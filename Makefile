@@ -8,6 +8,9 @@ ARGS ?=
 # Where pip takes torch from, when its default is not wanted: TORCH_ARGS="--index-url …".
 TORCH_ARGS ?=
 STAMP := $(VENV)/.installed
+# Compiled modules are kept, whatever the caller's shell says: a test run starts hundreds of
+# processes, and each would compile the project anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock up test coverage mutation lint types check format test-gpu bench \
@@ -36,14 +39,17 @@ lock: ## write requirements.lock from what is installed now
 up: $(STAMP) ## the whole system on this machine; Ctrl-C stops it
 	@exec $(BIN)/collm up $(ARGS)
 
-# Three at a time: the tests mostly wait for processes to start. Each run has an order of its own
-# and prints its seed; ARGS="--randomly-seed N" repeats one.
+# Three at a time: the tests mostly wait for processes to start. Files and the tests of one running
+# system stay on one worker, slow ones begin (tests/conftest.py).
+THREE := -n 3 --dist loadgroup --no-loadscope-reorder
+
+# Each run has an order of its own and prints its seed; ARGS="--randomly-seed N" repeats one.
 test: $(STAMP) ## the whole test suite, in a new order each time
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest $(THREE) $(ARGS)
 
 coverage: $(STAMP) ## branch coverage of the whole test suite
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m pytest -n 3 --dist worksteal --cov --cov-report= --timeout 600 $(ARGS)
+	$(BIN)/python -m pytest $(THREE) --cov --cov-report= --timeout 600 $(ARGS)
 	$(BIN)/python -m coverage report
 
 mutation: $(STAMP) ## mutants of what decides: how many do the tests find? (an hour of one core)

@@ -43,9 +43,39 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_model(tmp_path_factory.mktemp("tiny-model"))
 
 
+# Fixtures that are a running system of many processes.
+SYSTEMS = ("journey", "emulated", "real")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what there is no device for; then puts together what belongs together."""
+    _skip_without_device([item for item in items if item.get_closest_marker("gpu")])
+    gather(items)
+
+
+def gather(items: list[pytest.Item]) -> None:
+    """Tests of a file, or of one running system, stay together in whatever order they are; those
+    with slow ones come first.
+
+    Each is one unit for ``--dist loadgroup``: its fixtures are made once, not once a worker, and
+    a run does not end with two workers that wait for one.
+    """
+    units: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        unit = next((name for name in SYSTEMS if name in fixtures), item.nodeid.split("::")[0])
+        item.add_marker(pytest.mark.xdist_group(unit))
+        units.setdefault(unit, []).append(item)
+    slow_first = sorted(units.values(), key=lambda unit: not any(map(_is_slow, unit)))
+    items[:] = [item for unit in slow_first for item in unit]
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
+def _skip_without_device(marked: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` are skipped, with the reason, where no CUDA device is seen."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
     import torch  # seconds: only where a test asks for it

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "
     "+ message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -81,13 +84,98 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 
 def write_model(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """A whole checkpoint with random weights (imports torch and transformers)."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    """A whole checkpoint with random weights, without torch and transformers: importing those
+    takes a test process longer than most tests."""
+    config = llama_config(**changes)
     write_config(folder, **changes)
-    torch.manual_seed(seed)
-    config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder, safe_serialization=True)
+    rng = np.random.default_rng(seed)
+    spread = config["initializer_range"]
+    tensors = {}
+    for name, shape in _shapes(config).items():
+        if name.endswith("norm.weight"):
+            tensors[name] = np.ones(shape, np.float32)
+        elif name.endswith("bias"):
+            tensors[name] = np.zeros(shape, np.float32)
+        else:
+            tensors[name] = rng.normal(0.0, spread, shape).astype(np.float32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Tensors of a Llama, Mistral, Qwen2 or Qwen3 as transformers names and shapes them."""
+    width, kind = config["hidden_size"], config["model_type"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], width),
+        "model.norm.weight": (width,),
+    }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], width)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        for name, shape in _projections(config).items():
+            shapes[f"{prefix}.{name}.weight"] = shape
+            if kind == "qwen2" and name[-6:] in ("q_proj", "k_proj", "v_proj"):
+                shapes[f"{prefix}.{name}.bias"] = shape[:1]
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}.{norm}.weight"] = (width,)
+        if kind == "qwen3":
+            for norm in ("q_norm", "k_norm"):
+                shapes[f"{prefix}.self_attn.{norm}.weight"] = (config["head_dim"],)
+    return shapes
+
+
+def _projections(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the linear layers of one layer."""
+    width, wide, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, pairs = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    return {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (pairs, width),
+        "self_attn.v_proj": (pairs, width),
+        "self_attn.o_proj": (width, queries),
+        "mlp.gate_proj": (wide, width),
+        "mlp.up_proj": (wide, width),
+        "mlp.down_proj": (width, wide),
+    }
+
+
+def write_adapter(
+    model: Path,
+    folder: Path,
+    *,
+    seed: int,
+    r: int = 4,
+    alpha: float = 8.0,
+    spread: float = 0.3,
+    targets: tuple[str, ...] = ("q_proj", "v_proj", "o_proj"),
+) -> Path:
+    """A LoRA adapter in PEFT's format; B is random and large, so that every answer changes."""
+    config = json.loads((model / "config.json").read_text())
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (outputs, inputs) in _projections(config).items():
+            if name.rpartition(".")[2] in targets:
+                prefix = f"base_model.model.model.layers.{layer}.{name}"
+                bound = 1.0 / np.sqrt(inputs)
+                tensors[f"{prefix}.lora_A.weight"] = rng.uniform(-bound, bound, (r, inputs))
+                tensors[f"{prefix}.lora_B.weight"] = rng.normal(0.0, spread, (outputs, r))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: np.ascontiguousarray(t, np.float32) for name, t in tensors.items()},
+        folder / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": r,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(targets),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(described))
     return folder

@@ -26,6 +26,7 @@ from shared import names, sessions
 from shared.adapter_files import read_card
 from shared.adapters import AdapterRegistry, AdapterVersion
 from shared.redis_client import TRANSIENT, connect, patiently
+from tests import tiny
 from tests.chaos import faults, model
 from tests.chaos.clock import NoCompiler, SteppedClock
 from tests.chaos.judge import Verdict, adapters_load, judge
@@ -68,7 +69,7 @@ class Campaign:
         self._clock = self._stepped_clock()
         checkpoint = model.write(self._folder / model.MODEL)
         adapters = {
-            name: model.write_adapter(checkpoint, self._folder / "source" / name, seed)
+            name: tiny.write_adapter(checkpoint, self._folder / "source" / name, seed=seed)
             for seed, name in enumerate(model.ADAPTERS, start=1)
         }
         with self._disk() as disk:

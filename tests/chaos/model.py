@@ -20,25 +20,6 @@ def write(folder: Path) -> Path:
     return tiny.write_model(folder, seed=7, max_position_embeddings=CONTEXT)
 
 
-def write_adapter(model: Path, folder: Path, seed: int) -> Path:
-    """A PEFT folder with large random B, so that answers differ from the first token on."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    config = LoraConfig(
-        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"
-    )
-    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0.0, 0.3)
-    wrapped.save_pretrained(folder)
-    return folder
-
-
 class Golden:
     """Greedy texts from an engine of our own that nobody disturbs (fp32, one request a time)."""
 

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -29,14 +30,17 @@ ARGS = [
 ]
 PATIENCE = 60_000  # ms; a busy machine starts a browser slowly
 
-pytest.importorskip("nicegui", reason="the extra `dashboard` is not installed")
-api = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+# Looked for, not imported: both take seconds, and only the page's own process needs the first.
+pytestmark = pytest.mark.skipif(
+    find_spec("nicegui") is None, reason="the extra `dashboard` is not installed"
+)
 
 
 @pytest.fixture
 async def browser() -> AsyncIterator[object]:
     if not CHROMIUM.exists():
         pytest.skip(f"no {CHROMIUM}; on Debian: apt-get install chromium")
+    api = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
     async with api.async_playwright() as p:
         chromium = await p.chromium.launch(executable_path=str(CHROMIUM), args=ARGS)
         yield chromium

@@ -13,8 +13,6 @@ import random
 import statistics
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from services.dispatcher.policies.base import Request
 from services.dispatcher.policies.collm import Collm
@@ -43,6 +41,9 @@ def _case(rng: random.Random) -> tuple[int, list[tuple[float, int, int]]]:
 
 def _optimum(replicas: int, work: list[tuple[float, int, int]]) -> float:
     """Most tokens in time."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # not while tests are collected
+    from scipy.sparse import coo_array
+
     columns: list[tuple[tuple[int, ...], int, int]] = []  # members, start, slots
     for size in (1, 2, 3):
         for members in itertools.combinations(range(len(work)), size):

@@ -129,6 +129,21 @@ def generate(model: Any, prompt: list[int], count: int, stops: Sequence[int] = (
     return found
 
 
+def greedy(
+    model: Any, prompt: list[int], answer: list[int], count: int, *, stop: int | None = None
+) -> bool:
+    """Whether generate would have answered so: each token the best after those before it.
+
+    One pass over prompt and answer instead of a step a token, so that fifty prompts take seconds.
+    """
+    if len(answer) != count and answer[-1:] != [stop]:
+        return False
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0]
+    best: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    return best == answer and stop not in answer[:-1]
+
+
 def write_adapter(
     folder: Path,
     out: Path,
@@ -154,7 +169,7 @@ def write_adapter(
     return out
 
 
-def peft_generate(folder: Path, adapter: Path, prompt: list[int], count: int) -> list[int]:
+def peft_model(folder: Path, adapter: Path) -> Any:
     from peft import PeftModel
 
-    return generate(PeftModel.from_pretrained(transformers_model(folder), adapter), prompt, count)
+    return PeftModel.from_pretrained(transformers_model(folder), adapter)

@@ -6,8 +6,6 @@ import math
 
 import numpy as np
 import pytest
-import scipy.optimize
-import scipy.stats
 
 from shared.privacy import PrivacyError, clip_and_noise, difference_norm, epsilon
 
@@ -44,12 +42,14 @@ def test_bad_settings_are_refused() -> None:
 
 def exact_epsilon(sigma: float, delta: float) -> float:
     """Of one Gaussian release (Balle and Wang 2018, theorem 8), by root finding."""
+    from scipy.optimize import brentq  # a second of imports that no other test here needs
+    from scipy.stats import norm
 
     def gap(eps: float) -> float:
         a, b = 1 / (2 * sigma) - eps * sigma, -1 / (2 * sigma) - eps * sigma
-        return float(scipy.stats.norm.cdf(a) - math.exp(eps) * scipy.stats.norm.cdf(b) - delta)
+        return float(norm.cdf(a) - math.exp(eps) * norm.cdf(b) - delta)
 
-    return float(scipy.optimize.brentq(gap, 0.0, 100.0))
+    return float(brentq(gap, 0.0, 100.0))
 
 
 def test_epsilon_bounds_the_exact_value_closely_and_grows_with_rounds() -> None:

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from shared.messages import Generate, Sampling
-from tests.chaos.model import write_adapter
 from tests.system.running import System
+from tests.tiny import write_adapter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 PROMPTS = [tuple(range(5, 5 + n)) for n in (3, 17, 40)]

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import openai
 import pytest
 
-from tests.chaos.model import write_adapter
 from tests.system.running import System
+from tests.tiny import write_adapter
 
 MODEL = "tiny"
 EAGER = """
@@ -72,7 +72,7 @@ class Journey:
         return str(answer.choices[0].message.content)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def journey(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Journey]:
     folder = tmp_path_factory.mktemp("journey")
     config = folder / "eager.yaml"
@@ -83,7 +83,7 @@ def journey(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Itera
         yield Journey(system, tiny_model)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def source(journey: Journey, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A PEFT folder below the gateway's adapter root, by the path a client names."""
     made = write_adapter(journey.model, tmp_path_factory.mktemp("source"), seed=3)

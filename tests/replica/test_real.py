@@ -14,27 +14,9 @@ from shared import names
 from shared.adapters import AdapterRegistry, AdapterVersion
 from shared.messages import LoadAdapter, Lost
 from tests.replica.harness import GATEWAY, Cluster, Process, generate, running, until
+from tests.tiny import write_adapter
 
 PROMPT = (40, 41, 42, 43, 44, 45)
-
-
-def write_adapter(model: Path, folder: Path, seed: int) -> Path:
-    """A random LoRA adapter in PEFT's format, strong enough to change every answer."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    base = AutoModelForCausalLM.from_pretrained(model)
-    adapted = get_peft_model(
-        base, LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj", "o_proj"])
-    )
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=1.0)
-    adapted.save_pretrained(folder)
-    return folder
 
 
 def settings(model: Path, **changes: object) -> dict[str, object]:
@@ -118,7 +100,9 @@ async def test_adapters_are_served_by_version_and_are_back_after_a_restart(
     registry = AdapterRegistry(redis, tmp_path)
     await registry.register("x", base="m", rank=4)
     for version, seed in (("v1", 1), ("v2", 2)):
-        path = write_adapter(tiny_model, registry.folder("x", version), seed)
+        path = write_adapter(
+            tiny_model, registry.folder("x", version), seed=seed, alpha=64, spread=1.0
+        )
         await registry.publish("x", AdapterVersion(version=version, path=str(path)))
     with running(redis_server.url, tmp_path, **settings(tiny_model)) as process:
         first = await cluster.serving()

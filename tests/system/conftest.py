@@ -29,7 +29,7 @@ def slow_profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def emulated(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[System]:
     """Two emulated replicas that take no time."""
     options = ("--engine", "emulated", "--profile", "zero", "--no-train")
@@ -38,7 +38,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Ite
         yield system
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def real(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[System]:
     """One replica that computes a tiny random Llama."""
     model = ("--model", f"{tiny_model}:1", "--served-model-name", "tiny", "--no-train")

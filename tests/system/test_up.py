@@ -16,8 +16,8 @@ import openai
 import psutil
 import pytest
 
-from tests.chaos.model import write_adapter
 from tests.system.running import System, gone
+from tests.tiny import write_adapter
 
 EMULATED = ("--engine", "emulated", "--no-train", "--served-model-name", "tiny")
 
