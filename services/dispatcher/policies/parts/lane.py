@@ -136,7 +136,8 @@ class Lane:
             tpot = w.request.tpot
             if tpot is not None and w.least < w.output:
                 running.pace = max(0.0, tpot * w.output / max(1e-9, end - first) - 1.0)
-            heapq.heappush(self.slacks, (self._bears(running, first), key))
+            limit = self._bears(running, first) if running.pace else running.utmost
+            heapq.heappush(self.slacks, (limit, key))
         self.renew(now)
         if w.late:
             self.background += 1
@@ -199,8 +200,6 @@ class Lane:
 
         It counts for as many as it has at any rate, if that is more.
         """
-        if not running.pace:
-            return running.utmost
         w = running.waiting
         sure = (w.least - 1) / w.output * (running.end - running.start) if w.output > 0 else 0.0
         decoded = now - running.start - (self.delay - running.mark)

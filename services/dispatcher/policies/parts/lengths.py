@@ -74,12 +74,19 @@ class Lengths:
         """An answer ended by itself or at its limit."""
         if completion.output_tokens < 1 or completion.reason not in ("stop", "length"):
             return
-        adapter = self._adapters.setdefault(request.adapter, _Stream())
-        streams, key = [adapter, self._all], _stream(request)
-        if key in self._streams or len(self._streams) < STREAMS_MAX:
-            streams.append(self._streams.setdefault(key, _Stream()))
-        for each in streams:
-            each.add(completion.output_tokens, completion.reason == "length", self._quantile)
+        at_limit = completion.reason == "length"
+        for each in (self._all, *self._kept(request)):
+            each.add(completion.output_tokens, at_limit, self._quantile)
+
+    def _kept(self, request: Request) -> list[_Stream]:
+        """Its adapter's stream, and that of its limits if there is room for another one."""
+        adapter, key = self._adapters.get(request.adapter), _stream(request)
+        if adapter is None:
+            adapter = self._adapters[request.adapter] = _Stream()
+        stream = self._streams.get(key)
+        if stream is None and len(self._streams) < STREAMS_MAX:
+            stream = self._streams[key] = _Stream()
+        return [adapter] if stream is None else [adapter, stream]
 
 
 def _stream(request: Request) -> Stream:

@@ -167,9 +167,11 @@ class Placement:
                 continue
             if fill and lane.rank < active and self._easy(w, lane, first, end, delay):
                 return lane
-            score = self._expense(w, lane, (end - now + delay * flight) / lane.quality)
+            score = (end - now + delay * flight) / lane.quality
             if score < least:
-                best, least = lane, score
+                score = self._expense(w, lane, score)
+                if score < least:
+                    best, least = lane, score
         return best
 
     def _easy(self, w: Waiting, lane: Lane, first: float, end: float, delay: float) -> bool:
