@@ -101,7 +101,7 @@ class Fleet:
                 found.append(plain)
         return found
 
-    async def event(self, kind: str, count: int = 1, timeout: float = 90.0) -> dict[str, str]:
+    async def event(self, kind: str, count: int = 1, timeout: float = 180.0) -> dict[str, str]:
         """The ``count``-th event of a kind, once it is there."""
 
         async def there() -> bool:
@@ -114,7 +114,7 @@ class Fleet:
             pytest.fail(f"no {kind} event within {timeout} s; there are: {entries}")
         return (await self.events(kind))[count - 1]
 
-    async def until(self, check: Callable[[], Awaitable[Any]], timeout: float = 90.0) -> None:
+    async def until(self, check: Callable[[], Awaitable[Any]], timeout: float = 180.0) -> None:
         async with asyncio.timeout(timeout):
             while True:
                 if await check():

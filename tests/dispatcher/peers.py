@@ -34,7 +34,7 @@ MODEL = "tiny"
 
 
 async def eventually(
-    condition: Callable[[], Awaitable[Any]], what: str, seconds: float = 15.0
+    condition: Callable[[], Awaitable[Any]], what: str, seconds: float = 60.0
 ) -> Any:
     """Poll until the condition holds; its value. Fails loudly after the deadline."""
     end = asyncio.get_running_loop().time() + seconds

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def _run(name: str, *arguments: str, url: str = "", seconds: float = 60.0) -> str:
+def _run(name: str, *arguments: str, url: str = "", seconds: float = 240.0) -> str:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         cwd=ROOT,

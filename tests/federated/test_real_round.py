@@ -94,7 +94,7 @@ async def ended(redis: Redis) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_three_real_clients_of_unequal_ranks_learn_together_over_gloo(
     trainers: list[TrainingProcess], redis: Redis, redis_server: RedisServer, tmp_path: Path
 ) -> None:

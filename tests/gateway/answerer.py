@@ -181,7 +181,7 @@ async def answering(redis: Redis, model: str, script: Script) -> AsyncIterator[A
                 await task
 
 
-async def until(condition: Callable[[], Any], what: str, seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
     """Wait until ``condition()`` is true (it may be a coroutine function)."""
     end = asyncio.get_running_loop().time() + seconds
     while True:

@@ -6,7 +6,7 @@ from tests import tiny
 from tests.hosts.cluster import MODEL, Cluster, until
 from tests.hosts.network import Network, Unavailable
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LONG = 400  # tokens of an answer that takes seconds
 
 

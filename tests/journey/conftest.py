@@ -51,7 +51,7 @@ class Journey:
         lines = self.collm("events", "-n", "1000", "--json").splitlines()
         return [json.loads(line) for line in lines]
 
-    def until(self, look: Callable[[], T], what: str, seconds: float = 180.0) -> T:
+    def until(self, look: Callable[[], T], what: str, seconds: float = 400.0) -> T:
         """The first true value of ``look()``."""
         end = time.monotonic() + seconds
         while not (found := look()):

@@ -68,7 +68,7 @@ class World:
         return found
 
     async def event(self, kind: str) -> dict[str, str]:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(180):
             while True:
                 if found := await self.events(kind):
                     return found[0]

@@ -40,7 +40,7 @@ async def launchers(url: str, data_dir: Path, count: int) -> AsyncIterator[None]
 
 async def holder(redis: Redis, *, other_than: int = 0) -> int:
     """Process id of who holds the lease."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         while True:
             held = await redis.get(names.lease("launcher"))
             pid = int(held.decode().split(":")[1]) if held else 0

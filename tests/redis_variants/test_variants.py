@@ -23,7 +23,7 @@ from tests import tiny
 from tests.journey.conftest import EAGER
 from tests.system.running import System
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("gateway", "dispatcher", "launcher", "coordinator", "replica", "training")
 
@@ -50,7 +50,7 @@ def serving(*command: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(10)
 
 
-def until_answers(client: redis.Redis, seconds: float = 15.0) -> None:
+def until_answers(client: redis.Redis, seconds: float = 90.0) -> None:
     end = time.monotonic() + seconds
     while True:
         try:
@@ -256,7 +256,7 @@ def _answers(system: System) -> bool:
         return False
 
 
-def _until(condition, what: str, seconds: float = 20.0) -> None:
+def _until(condition, what: str, seconds: float = 90.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, what

@@ -136,7 +136,7 @@ def running(redis_url: str, data_dir: Path, **settings: Any) -> Iterator[Process
         process.stop()
 
 
-async def until(condition: Callable[[], Awaitable[Any]], what: str, seconds: float = 30.0) -> Any:
+async def until(condition: Callable[[], Awaitable[Any]], what: str, seconds: float = 120.0) -> Any:
     """Poll until the condition gives something true; fails with ``what`` after ``seconds``."""
     end = time.monotonic() + seconds
     while not (found := await condition()):
@@ -162,7 +162,7 @@ class Cluster:
             known = record.state == "serving" and record.context
             return record if known and record.incarnation != not_incarnation else None
 
-        found: ReplicaRecord = await until(serves, f"{replica} serves", 90.0)
+        found: ReplicaRecord = await until(serves, f"{replica} serves", 240.0)
         return found
 
     async def release(self, *requests: Generate | bytes, replica: str = "replica-0") -> bytes:
@@ -195,7 +195,7 @@ class Cluster:
             found[output.offset :] = output.tokens
         return tuple(found)
 
-    async def finish(self, request_id: str, attempt: int = 1, seconds: float = 30.0) -> Output:
+    async def finish(self, request_id: str, attempt: int = 1, seconds: float = 120.0) -> Output:
         async def last() -> Output | None:
             found = await self.outputs(request_id, attempt)
             return found[-1] if found and found[-1].finish else None

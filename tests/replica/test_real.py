@@ -39,7 +39,7 @@ def roles(process: Process) -> dict[str, psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_greedy_answers_survive_a_kill_of_the_inference_child(
     redis_server: RedisServer, redis: Redis, tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -68,7 +68,7 @@ async def test_greedy_answers_survive_a_kill_of_the_inference_child(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_a_killed_training_child_comes_back_and_serving_does_not_notice(
     redis_server: RedisServer, redis: Redis, tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -92,7 +92,7 @@ async def test_a_killed_training_child_comes_back_and_serving_does_not_notice(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_adapters_are_served_by_version_and_are_back_after_a_restart(
     redis_server: RedisServer, redis: Redis, tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -123,7 +123,7 @@ async def test_adapters_are_served_by_version_and_are_back_after_a_restart(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_a_bad_adapter_is_refused_by_an_event_and_the_rest_goes_on(
     redis_server: RedisServer, redis: Redis, tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -146,7 +146,7 @@ async def test_a_bad_adapter_is_refused_by_an_event_and_the_rest_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_two_replicas_on_one_core_take_turns(
     redis_server: RedisServer, redis: Redis, tmp_path: Path, tiny_model: Path
 ) -> None:

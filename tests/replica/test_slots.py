@@ -31,7 +31,7 @@ def holder(folder: Path, count: int, wanted: int) -> subprocess.Popen[str]:
     )
 
 
-def until(condition: object, what: str, seconds: float = 10.0) -> None:
+def until(condition: object, what: str, seconds: float = 60.0) -> None:
     assert callable(condition)
     end = time.monotonic() + seconds
     while not condition():

@@ -33,7 +33,7 @@ def _adapter(system: System) -> dict[str, Any] | None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_idle_replicas_learn_and_publish_live(tmp_path: Path, tiny_model: Path) -> None:
     config = tmp_path / "eager.yaml"
     config.write_text(EAGER)

@@ -24,7 +24,7 @@ def _key(file: Path, *options: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_no_log_holds_a_key_a_prompt_an_answer_or_training_data(
     tmp_path: Path, tiny_model: Path
 ) -> None:

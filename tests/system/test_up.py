@@ -22,7 +22,7 @@ from tests.tiny import write_adapter
 EMULATED = ("--engine", "emulated", "--no-train", "--served-model-name", "tiny")
 
 
-def _await(condition: object, what: str, seconds: float = 30.0) -> None:
+def _await(condition: object, what: str, seconds: float = 120.0) -> None:
     assert callable(condition)
     end = time.monotonic() + seconds
     while not condition():
@@ -107,8 +107,10 @@ def test_a_long_answer_does_not_hold_up_the_stop(
     tmp_path: Path, tiny_folder: Path, slow_profile: Path
 ) -> None:
     """The gateway gives a running answer most of the time to stop, then ends by itself."""
-    (tmp_path / "collm.yaml").write_text("up: {stop_timeout: 4}\n")
-    options = (*EMULATED, "--profile", str(slow_profile), "--model", f"{tiny_folder}:1")
+    (tmp_path / "collm.yaml").write_text("up: {stop_timeout: 10}\n")
+    slower = tmp_path / "slower.yaml"  # 100 s for the answer
+    slower.write_text(slow_profile.read_text().replace("0.02", "0.2"))
+    options = (*EMULATED, "--profile", str(slower), "--model", f"{tiny_folder}:1")
     with System(tmp_path, *options) as system:
         client = system.client()
         stream = client.completions.create(

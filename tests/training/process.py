@@ -25,7 +25,7 @@ from shared.rounds import Lora, RoundJob
 LORA = Lora(rank=4, lora_alpha=8.0, target_modules=("q_proj", "v_proj"))
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
+def until(condition: Callable[[], Any], what: str, seconds: float = 180.0) -> Any:
     """Poll ``condition`` until it is true; returns its value."""
     end = time.monotonic() + seconds
     while not (value := condition()):
@@ -114,7 +114,7 @@ class TrainingProcess:
         plain = msgspec.to_builtins(job)
         return self.queue.enqueue(function, plain, job_timeout=120, **options)
 
-    def result(self, job: Job, kind: type[Any], seconds: float = 60.0) -> Any:
+    def result(self, job: Job, kind: type[Any], seconds: float = 180.0) -> Any:
         """Wait for the job's end; asserts that it finished."""
 
         def ended() -> Any:

@@ -102,7 +102,7 @@ def training_pid(replica: Rig) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_published_versions_serve_at_once_and_a_killed_trainer_loses_no_request(
     replica: Rig,
 ) -> None:
@@ -137,7 +137,7 @@ def test_published_versions_serve_at_once_and_a_killed_trainer_loses_no_request(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_round_beside_serving_ends_like_one_alone(replica: Rig) -> None:
     """Serving reads the weights that training reads: neither may change what the other gets."""
     prompts = [[9, 8, 7 + i] for i in range(4)]
@@ -159,7 +159,7 @@ def test_a_round_beside_serving_ends_like_one_alone(replica: Rig) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_finetune_trains_promotes_and_gives_the_replica_back(replica: Rig, tmp_path: Path) -> None:
     file = tmp_path / "sums.jsonl"
     file.write_text("\n".join(json.dumps({"messages": list(c.messages)}) for c in make_chats(30)))
@@ -194,7 +194,7 @@ def test_finetune_trains_promotes_and_gives_the_replica_back(replica: Rig, tmp_p
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_stopped_finetune_gives_the_replica_back(
     replica: Rig, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -226,7 +226,7 @@ def test_a_stopped_finetune_gives_the_replica_back(
         ({"data": Path("/nowhere.jsonl")}, "nowhere.jsonl"),
     ],
 )
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_finetune_says_why_it_cannot(replica: Rig, changes: dict[str, object], reason: str) -> None:
     request = msgspec.structs.replace(Request(adapter="x", data=None), **changes)
 
