@@ -100,7 +100,7 @@ def test_a_file_becomes_a_model_that_knows_it_and_can_be_taken_back(
 
     done = journey.until(ended, "the job's end", 600)
     told = messages(journey, job.id)
-    assert done.status == "succeeded", told
+    assert done.status == "succeeded", "\n".join(told)
     assert any("starts when they are idle" in line for line in told), told
     order = ["Created", "Files validated", "Queued", "Training started", "Checkpoint", "completed"]
     places = [next(i for i, line in enumerate(told) if word in line) for word in order]

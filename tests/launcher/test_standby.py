@@ -34,7 +34,7 @@ async def launchers(url: str, data_dir: Path, count: int) -> AsyncIterator[None]
     finally:
         for process in made:
             if process.returncode is None:
-                process.kill()
+                process.terminate()
             await process.wait()
 
 
