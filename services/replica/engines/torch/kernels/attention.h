@@ -61,12 +61,12 @@ static void attend(struct pass *p, const struct layer *l, const struct item *it,
             fetch(all_values + table[g] * m->kv_heads * value_page, value_page);
         }
         TZERO(0); TZERO(1);
-        for (long k = 0; k < kd; k += KSTEP) {
+        for (long k = 0; k < kd; k += RUN(kd)) {
             TLOAD(4, queries + k, kd * sizeof(elem));
             TLOAD(6, keys + k * LANES, 64);
-            TDP_ROWS(0, 4, 6, rows);
+            TDP_RUN(0, 4, 6, rows, kd);
             TLOAD(7, keys + LANES * kd + k * LANES, 64);
-            TDP_ROWS(1, 4, 7, rows);
+            TDP_RUN(1, 4, 7, rows, kd);
         }
         TSTORE(0, scores + g * PAGE, stride * sizeof(float));
         TSTORE(1, scores + g * PAGE + LANES, stride * sizeof(float));
@@ -81,13 +81,13 @@ static void attend(struct pass *p, const struct layer *l, const struct item *it,
         TZERO(0); TZERO(1);
         for (long g = 0; g < pages; g++) {
             const elem *values = all_values + table[g] * m->kv_heads * value_page + d0 * PAGE;
-            for (long j = 0; j < PAGE; j += KSTEP) {
+            for (long j = 0; j < PAGE; j += RUN(PAGE)) {
                 TLOAD(4, weights + g * PAGE + j, stride * sizeof(elem));
                 TLOAD(6, values + j * LANES, 64);
-                TDP_ROWS(0, 4, 6, rows);
+                TDP_RUN(0, 4, 6, rows, PAGE);
                 if (both) {
                     TLOAD(7, values + PAGE * LANES + j * LANES, 64);
-                    TDP_ROWS(1, 4, 7, rows);
+                    TDP_RUN(1, 4, 7, rows, PAGE);
                 }
             }
         }

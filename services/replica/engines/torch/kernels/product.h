@@ -14,10 +14,11 @@
             if (!l->rank || (half && n1 == n0)) continue;                                       \
             const elem *z = p->z + ((long)i * 3 + sub) * p->zs;                                 \
             const elem *b = l->b + (n - g->sub[sub].first) * l->rank;                           \
-            for (long r = 0; r < l->rank; r += KSTEP) {                                         \
+            for (long r = 0; r < l->rank; r += RUN(l->rank)) {                                  \
                 TLOAD(6, z + r * LANES, 64);                                                    \
                 TLOAD(4, b + r, l->rank * sizeof(elem));                                        \
-                if (half) TDP(c1, 4, 6); else TDP(c0, 4, 6);                                    \
+                if (half) TDP_RUN(c1, 4, 6, 16, l->rank);                                       \
+                else TDP_RUN(c0, 4, 6, 16, l->rank);                                            \
             }                                                                                   \
         }                                                                                       \
     }
@@ -214,10 +215,11 @@ static void lora_inputs(struct pass *p, const struct gemm *g, struct phase *f) {
             v16 rows[16] = {};
             if (r < l->rank) {
                 TZERO(0);
-                for (long k = 0; k < g->k; k += KSTEP) {
+                const int left = l->rank - r < 16 ? (int)(l->rank - r) : 16;
+                for (long k = 0; k < g->k; k += RUN(g->k)) {
                     TLOAD(4, l->a + r * g->k + k, g->k * sizeof(elem));
                     TLOAD(6, x + k * LANES, 64);
-                    TDP(0, 4, 6);
+                    TDP_RUN(0, 4, 6, left, g->k);
                 }
                 TSTORE(0, out, 64);
                 for (int j = 0; j < 16 && r + j < l->rank; j++)

@@ -82,7 +82,8 @@ static inline void strips(float *c, const char *a, long stride, const char *b, l
     while (rows - r > 4) NEXT(4); /* more and the registers do not do */
 #else
     if (rows > 12) { NEXT(6); NEXT(5); NEXT(5); return; }
-    if (rows > 6) NEXT(6);
+    if (rows == 8) NEXT(4);
+    else if (rows > 6) NEXT(6);
 #endif
     switch (rows - r) {
         case 1: NEXT(1); break;

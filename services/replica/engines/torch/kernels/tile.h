@@ -2,8 +2,9 @@
  *
  * With AMX these are the processor's tile registers; elsewhere the same operations on arrays in
  * vector code, so that there is one source. KSTEP elements of a row make a tile row; PAIR
- * neighbours along k lie together in B, as the bf16 dot product instructions want it. TDP_ROWS
- * computes the first ``rows`` rows of C at least; it saves work where tiles are arrays.
+ * neighbours along k lie together in B, as the bf16 dot product instructions want it. TDP_RUN
+ * takes RUN(n) of a row's ``n`` elements and computes the first ``rows`` rows of C at least: in tile
+ * registers a part costs what the whole does, elsewhere it saves work.
  */
 #pragma once
 #include <stdint.h>
@@ -53,7 +54,8 @@ typedef __m256i __m256bh_u __attribute__((aligned(2)));
 #define TZERO(t) _tile_zero(t)
 #define TLOAD(t, p, stride) _tile_loadd(t, p, stride)
 #define TDP(c, a, b) _tile_dpbf16ps(c, a, b)
-#define TDP_ROWS(c, a, b, rows) _tile_dpbf16ps(c, a, b)
+#define RUN(left) KSTEP
+#define TDP_RUN(c, a, b, rows, n) _tile_dpbf16ps(c, a, b)
 #define TSTORE(t, p, stride) _tile_stored(t, p, stride)
 struct tile_config { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; };
 static int tiles_allowed(void) { /* ARCH_REQ_XCOMP_PERM for tile data, once a process */
@@ -76,8 +78,7 @@ struct tile { const char *p; long stride; float c[16][16] __attribute__((aligned
 #define TILES struct tile tile_[8];
 #define TZERO(t) memset(tile_[t].c, 0, sizeof tile_[t].c)
 #define TLOAD(t, q, s) (tile_[t].p = (const char *)(q), tile_[t].stride = (s))
-#define TDP(c, a, b) tdp(&tile_[c], &tile_[a], &tile_[b], 16)
-#define TDP_ROWS(c, a, b, rows) tdp(&tile_[c], &tile_[a], &tile_[b], rows)
+#define TDP(c, a, b) TDP_RUN(c, a, b, 16, KSTEP)
 #define TSTORE(t, q, s) tstore(&tile_[t], (char *)(q), s)
 #ifdef __AVX512F__
 /* ``n`` rows from ``first`` on; n is a constant where this is called, so the sums are registers. */
@@ -116,12 +117,17 @@ static inline __attribute__((always_inline)) void tdp(
     tdp_part(c, a, b, 0, 8);
     if (rows > 8) tdp_part(c, a, b, 8, 8);
 }
+#define RUN(left) KSTEP
+#define TDP_RUN(c, a, b, rows, n) tdp(&tile_[c], &tile_[a], &tile_[b], rows)
 #else
 #define STRIPS
 #include "strip.h"
-static inline void tdp(struct tile *c, const struct tile *a, const struct tile *b, const int rows) {
-    strips(c->c[0], a->p, a->stride, b->p, 16, rows, LANES, NULL);
+static inline void tdp_run(struct tile *c, const struct tile *a, const struct tile *b, int rows,
+                           long n) {
+    strips(c->c[0], a->p, a->stride, b->p, (n + PAIR - 1) / PAIR, rows, LANES, NULL);
 }
+#define RUN(left) (left)
+#define TDP_RUN(c, a, b, rows, n) tdp_run(&tile_[c], &tile_[a], &tile_[b], rows, n)
 #endif
 static inline void tstore(const struct tile *t, char *to, long stride) {
     for (int r = 0; r < 16; r++) memcpy(to + r * stride, t->c[r], 64);
