@@ -29,6 +29,7 @@ from tests.chaos import model
 from tests.chaos.load import Load
 from tests.system.running import System
 
+STOP_SECONDS = 180.0
 WARMING = 0.5  # share of the run that the fits leave out
 # What may grow by as much an hour and still count as flat: allocators breathe.
 ALLOWED_AN_HOUR = {"memory_mb": 20.0, "descriptors": 5.0, "redis_mb": 5.0, "keys": 20.0}
@@ -110,21 +111,24 @@ def main() -> int:
         arguments = ["--model", str(checkpoint), "--served-model-name", model.MODEL]
         with System(folder / "data", *arguments, variables=variables) as system:
             found = asyncio.run(_watch(system, seconds, options.every, options.workers))
+            report = judged(found, seconds)
+            # Told before the stop: half an hour's result does not hang on it.
+            print(json.dumps({"minutes": options.minutes, **report}), flush=True)
+            system.stop(seconds=STOP_SECONDS)
+    return 0 if report["soak"] == "flat" else 1
+
+
+def judged(found: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Slopes of all series, and whether any surely grows or any request failed."""
     slopes = {n: s for n, p in found["series"].items() if (s := slope(p, seconds)) is not None}
     growing = sorted(n for n, s in slopes.items() if grows(n, s))
     flat = not growing and set(found["outcomes"]) <= {"answered", "left"}
-    print(
-        json.dumps(
-            {
-                "soak": "flat" if flat else "grows",
-                "minutes": options.minutes,
-                "outcomes": found["outcomes"],
-                "growing": growing,
-                "slopes": dict(sorted(slopes.items())),
-            }
-        )
-    )
-    return 0 if flat else 1
+    return {
+        "soak": "flat" if flat else "grows",
+        "outcomes": found["outcomes"],
+        "growing": growing,
+        "slopes": dict(sorted(slopes.items())),
+    }
 
 
 if __name__ == "__main__":
