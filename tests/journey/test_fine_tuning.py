@@ -74,7 +74,9 @@ def cross_entropy(model: Path, adapter: Path | None, talks: list[list[dict[str, 
             )
             start = len(tokenizer(question, add_special_tokens=False).input_ids)
             ids = tokenizer(
-                question + talk[1]["content"], add_special_tokens=False, return_tensors="pt"
+                question + talk[1]["content"] + tokenizer.eos_token,  # that it ends is learnt, too
+                add_special_tokens=False,
+                return_tensors="pt",
             ).input_ids
             logits = network(ids).logits[0, start - 1 : -1]
             loss = torch.nn.functional.cross_entropy(logits, ids[0, start:], reduction="sum")
@@ -128,10 +130,14 @@ def test_a_file_becomes_a_model_that_knows_it_and_can_be_taken_back(
     assert done.estimated_finish is None
     assert any("Step 1/3: training loss=" in line for line in told), told
     # A checkpoint's validation loss is that of the validation file, by somebody else's arithmetic.
+    # The newest may be worse than its parent and not be the one that serves.
     newest = max(steps, key=lambda s: s.step_number)
+    judged = tmp_path / "judged"
+    version = newest.id.removeprefix("ftckpt-")
+    journey.collm("adapters", "export", name, str(judged), "--version", version)
     assert newest.metrics.train_loss is not None
     assert newest.metrics.valid_loss == pytest.approx(
-        cross_entropy(journey.model, published, judging), rel=0.03
+        cross_entropy(journey.model, judged, judging), rel=0.03
     )
     current = json.loads(journey.collm("adapters", "show", name, "--json"))["adapter"]["current"]
     journey.collm("adapters", "rollback", name)

@@ -107,7 +107,7 @@ def test_a_long_answer_does_not_hold_up_the_stop(
     tmp_path: Path, tiny_folder: Path, slow_profile: Path
 ) -> None:
     """The gateway gives a running answer most of the time to stop, then ends by itself."""
-    (tmp_path / "collm.yaml").write_text("up: {stop_timeout: 10}\n")
+    (tmp_path / "collm.yaml").write_text("up: {stop_timeout: 20}\n")
     slower = tmp_path / "slower.yaml"  # 100 s for the answer
     slower.write_text(slow_profile.read_text().replace("0.02", "0.2"))
     options = (*EMULATED, "--profile", str(slower), "--model", f"{tiny_folder}:1")
