@@ -96,7 +96,8 @@ def replica(tiny_model: Path) -> Iterator[Rig]:
 def training_pid(replica: Rig) -> int:
     """The child of the replica's parent process that is not inference."""
     parent = psutil.Process(int(replica.redis.hget(f"collm:replica:{REPLICA}", "pid") or 0))
-    children = [p.pid for p in parent.children() if "spawn_main" in " ".join(p.cmdline())]
+    # Not by "spawn_main": rq renames its process where setproctitle is installed.
+    children = [p.pid for p in parent.children() if "resource_tracker" not in " ".join(p.cmdline())]
     [pid] = [p for p in children if p != replica.block.inference_pid]
     return pid
 
