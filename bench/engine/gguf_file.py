@@ -49,10 +49,10 @@ def write(folder: Path, out: Path, dtype: torch.dtype) -> Path:
             continue
         data = _ordered(name, tensor, config)
         if tensor.ndim == 1 or dtype == torch.float32:
-            writer.add_tensor(_name(name), data.float().numpy())
+            writer.add_tensor(gguf_name(name), data.float().numpy())
         else:
             raw = data.contiguous().view(torch.uint8).numpy().view(np.uint8)
-            writer.add_tensor(_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -74,7 +74,8 @@ def _sizes(writer: Any, config: ModelConfig) -> None:
     writer.add_tokenizer_model("none")
 
 
-def _name(name: str) -> str:
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of a tensor of transformers' Llama."""
     if name in OUTER:
         return OUTER[name]
     _, _, layer, module = name.removesuffix(".weight").split(".", 3)

@@ -27,9 +27,10 @@ from shared import names
 from shared.redis_client import connect
 from tests.chaos import model
 from tests.chaos.load import Load
+from tests.replica.harness import until
 from tests.system.running import System
 
-STOP_SECONDS = 180.0
+START_SECONDS, STOP_SECONDS = 600.0, 180.0
 WARMING = 0.5  # share of the run that the fits leave out
 # What may grow by as much an hour and still count as flat: allocators breathe.
 ALLOWED_AN_HOUR = {"memory_mb": 20.0, "descriptors": 5.0, "redis_mb": 5.0, "keys": 20.0}
@@ -51,8 +52,20 @@ async def _sample(system: System, redis: Redis, series: Series, now: float) -> N
         series[f"stream {key.decode()}"].append((now, await redis.xlen(key)))
 
 
+async def _all_trainers(redis: Redis, system: System) -> None:
+    """Until every replica's training process waits for jobs: one that comes later, as it does on
+    a machine without a free core, is a step in memory and not growth."""
+    replicas = sum(part.startswith("replica") for part in system.pids())
+
+    async def all_here() -> bool:
+        return await redis.scard("rq:workers") >= replicas
+
+    await until(all_here, "all training processes wait for jobs", START_SECONDS)
+
+
 async def _watch(system: System, seconds: float, every: float, workers: int) -> dict[str, Any]:
     redis, series = connect(system.redis_url), defaultdict(list)
+    await _all_trainers(redis, system)
     load = Load(system.url, (model.MODEL,), workers=workers, seed=1)
     running = asyncio.create_task(load.run())
     started = time.monotonic()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tokenizers import pre_tokenizers
 
+from bench.engine.gguf_file import gguf_name
 from tests import tiny
 
 PROMPT = "a12"
@@ -43,7 +44,7 @@ def write_gguf(path: Path) -> dict[str, torch.Tensor]:
     writer.add_chat_template(tiny.CHAT_TEMPLATE)
     expected = _tensors(len(tokens))
     for name, value in expected.items():
-        writer.add_tensor(_gguf_name(name), _as_stored(name, value))
+        writer.add_tensor(gguf_name(name), _as_stored(name, value))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -76,28 +77,6 @@ def _tensors(vocabulary: int) -> dict[str, torch.Tensor]:
         for name, shape in shapes.items():
             found[f"model.layers.{layer}.{name}.weight"] = random(*shape)
     return found
-
-
-_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
-def _gguf_name(name: str) -> str:
-    plain = {"model.embed_tokens.weight": "token_embd.weight"}
-    plain["model.norm.weight"] = "output_norm.weight"
-    if name in plain:
-        return plain[name]
-    _, _, layer, part = name.split(".", 3)
-    return f"blk.{layer}.{_NAMES[part.removesuffix('.weight')]}.weight"
 
 
 def _as_stored(name: str, value: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -222,12 +222,12 @@ async def mapped(process: Process, name: str, *, other_than: int = 0) -> tuple[i
         inode = held_inode(pid) if pid and pid != other_than else None
         return None if inode is None else (pid, inode)
 
-    found: tuple[int, int] = await until(look, f"{name} maps held weights", 90.0)
+    found: tuple[int, int] = await until(look, f"{name} maps held weights", 240.0)
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 async def test_killed_children_come_back_on_the_same_memory(
     redis_server: RedisServer, redis: Redis, tmp_path: Path, tiny_model: Path
 ) -> None:

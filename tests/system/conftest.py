@@ -35,6 +35,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Ite
     options = ("--engine", "emulated", "--profile", "zero", "--no-train")
     model = ("--model", f"{tiny_folder}:2", "--served-model-name", "tiny")
     with System(tmp_path_factory.mktemp("emulated"), *options, *model) as system:
+        system.await_serving()
         yield system
 
 

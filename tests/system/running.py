@@ -15,7 +15,9 @@ from typing import Any
 
 import openai
 import psutil
+import redis
 
+from shared import names
 from shared.settings import child_environment
 
 START_SECONDS = 240.0  # patience; a machine that does other work as well starts slowly
@@ -97,6 +99,18 @@ class System:
             if not full:
                 return found
             assert time.monotonic() < end, f"not drained: {full}"
+
+    def await_serving(self, seconds: float = START_SECONDS) -> None:
+        """Poll until every replica serves; `collm up` is ready when the first one does."""
+        replicas = [part for part in self.pids() if part.startswith("replica")]
+        end = time.monotonic() + seconds
+        with redis.Redis.from_url(self.redis_url, decode_responses=True) as client:
+            while True:
+                states = {r: client.hget(names.replica(r), "state") for r in replicas}
+                if set(states.values()) == {"serving"}:
+                    return
+                assert time.monotonic() < end, f"not serving: {states}"
+                time.sleep(0.05)
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
