@@ -17,6 +17,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from collm import models
 from shared import training_data
 from shared.rounds import STRATEGIES
 
+LOADED_FOR = 5.0  # seconds of load that make the cluster busy before data comes
 PARTS = ("strategies", "system", "gloo", "fit", "pairs")
 
 
@@ -100,10 +102,16 @@ def training_options(o: argparse.Namespace, **changes: Any) -> dict[str, Any]:
 
 
 def whole_system(o: argparse.Namespace, domains: Mapping[str, Path]) -> dict[str, Any]:
-    """Three replicas learn; the way from idle to the first step, and where rounds spend time."""
+    """Three replicas learn; the way from idle to the first step, and where rounds spend time.
+
+    The data comes while requests are served; the cluster is idle when those end.
+    """
     options = training_options(o, max_rounds=o.system_rounds)
     with system(o.model, options, exchange="redis") as running:
-        running.add_data(domains)
+        with running.loaded(asked(domains), 2.0, o.answer_tokens):
+            time.sleep(LOADED_FOR)
+            running.add_data(domains)
+            running.wait_prepared(o.patience)
         running.wait("first_step", 1, o.patience)
         first = measures.first_step(running)
         say(f"first step: {first}")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
+from rq.registry import FinishedJobRegistry
 
 from bench.stack import Stack, running
 from shared import data_homes, names
@@ -68,6 +70,41 @@ class System:
             if fields.get(b"kind") == b"step":
                 found.append(decode(fields[BODY], StepSample))
         return found
+
+    @contextmanager
+    def loaded(self, prompts: Sequence[str], rate: float, tokens: int) -> Iterator[None]:
+        """Requests for the base model at ``rate`` a second while the block runs; then all of
+        them are answered."""
+        ready, loops = threading.Event(), list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]()
+
+        async def run() -> None:
+            stop = asyncio.Event()
+            loops.append((asyncio.get_running_loop(), stop))
+            ready.set()
+            await open_loop(self.url, self.model, list(prompts), rate, stop, tokens)
+
+        thread = threading.Thread(target=lambda: asyncio.run(run()))
+        thread.start()
+        ready.wait()
+        try:
+            yield
+        finally:
+            loop, stop = loops[0]
+            loop.call_soon_threadsafe(stop.set)
+            thread.join()
+
+    def wait_prepared(self, seconds: float) -> None:
+        """Until every training process has done a job: the one that makes its data ready.
+
+        Raises NothingHappened.
+        """
+        replicas = [part for part in self.stack.pids if part.startswith("replica")]
+        done = [FinishedJobRegistry(names.train_queue(r), self.redis) for r in replicas]
+        end = time.monotonic() + seconds
+        while not all(registry.count for registry in done):
+            if time.monotonic() > end:
+                raise NothingHappened(f"training data was not prepared within {seconds:.0f} s")
+            time.sleep(0.1)
 
     def versions(self) -> list[AdapterVersion]:
         async def read() -> list[AdapterVersion]:

@@ -1,6 +1,6 @@
 """``python -m bench.sharing``: one model in memory for serving and fine-tuning, measured.
 
-Parts: memory (and the time to a first step), freshness, isolation, interference, yielding,
+Parts: memory, start (of training), freshness, isolation, interference, yielding,
 learning, speed. Prints a table, draws PNG plots into --out, and prints one JSON line last, which
 is kept in --out/sharing.json. Fields of parts that were not run are those of an earlier run of
 the same kind in that folder, else null: so a long bench can be run part by part.
@@ -20,11 +20,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.sharing import freshness, interference, learning, material, memory, plots, speed
+from bench.sharing import freshness, interference, learning, material, memory, plots, speed, start
 from bench.sharing.rig import rig
 from collm import models
 
-PARTS = ("memory", "freshness", "isolation", "interference", "yielding", "learning", "speed")
+PARTS = (
+    "memory",
+    "start",
+    "freshness",
+    "isolation",
+    "interference",
+    "yielding",
+    "learning",
+    "speed",
+)
 GRID_B = (1, 2, 4, 8, 16, 32)
 GRID_TRAIN = (0, 1, 2, 4, 8)
 
@@ -73,12 +82,18 @@ class Bench:
     def memory(self) -> None:
         """Both models; the line's own fields are those of the larger one."""
         small = memory.measure(self.folder, self.scratch)
-        big_folder = material.billion(self.scratch / "billion", self.folder)
-        big = memory.measure(big_folder, self.scratch)
+        big = memory.measure(self._billion(), self.scratch)
         self.line["pss_mb"] = {"shared": big["pss_shared_mb"], "separate": big["pss_separate_mb"]}
         self.line["extra_of_one_copy"] = big["extra_of_one_copy"]
-        self.line["start_s"] = big["start_s"]
         self.line["memory"] = {"default_model": small, "billion": big}
+
+    def _billion(self) -> Path:
+        folder = self.scratch / "billion"
+        return folder if folder.exists() else material.billion(folder, self.folder)
+
+    def start(self) -> None:
+        repeats = 3 if self.quick else 10
+        self.line["start_s"] = start.measure(self._billion(), self.scratch, self.lines, repeats)
 
     def freshness(self) -> None:
         count = 20_000 if self.quick else 100_000
@@ -101,7 +116,7 @@ class Bench:
         bs = (1, 4, 16, 32) if self.quick else GRID_B
         Bs = (0, 2, 8) if self.quick else GRID_TRAIN
         with rig(self.folder, training={"yielding": "false"}, b_max=32) as r:
-            r.add_data(self.lines)
+            r.add_data(material.alike(self.lines, self.folder))
             cells = interference.grid(r, r.first_version(), bs, Bs, 2.0 if self.quick else 5.0)
         one = interference.fit(cells, "t_infer", ("b",))
         two = interference.fit(cells, "t_infer", ("b", "B"))

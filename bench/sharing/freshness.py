@@ -152,16 +152,18 @@ class _Mixed:
     async def _run(self, requests: int, *, publish: bool) -> list[tuple[str, list[int]]]:
         tokens: dict[str, list[int]] = {}
         versions: dict[str, str] = {}
-        first = self._asked
+        first, ended = self._asked, 0
         while self._engine.has_work() or (publish and self._asked < first + requests):
             if publish:
                 self._publish()
                 self._feed()
-                if self._asked < first + requests:
+                # Each one that waits holds a version of its own, and there are 64 places for them.
+                if self._asked < first + requests and self._asked - first - ended < 16:
                     self._ask()
             report = await self._engine.step()
             for _, output in report.outputs:
                 tokens.setdefault(output.id, []).extend(output.tokens)
+                ended += bool(output.finish)
                 if output.adapter_version is not None:
                     versions[output.id] = output.adapter_version
         return [(versions[i], tokens[i]) for i in tokens]

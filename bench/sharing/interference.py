@@ -133,8 +133,9 @@ class _Meter:
     """Reads the control block's counters when made and again at ``use``."""
 
     def __init__(self, rig: Rig) -> None:
-        self._rig, self._begun, self._first = rig, time.monotonic(), self._read()
+        self._rig = rig
         rig.samples()
+        self._begun, self._first = time.monotonic(), self._read()
 
     def _read(self) -> dict[str, float]:
         block = self._rig.block

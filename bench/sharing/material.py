@@ -89,6 +89,14 @@ def lines(data: Path | None, count: int = 1000) -> list[str]:
     return made
 
 
+def alike(chats: list[str], folder: Path, count: int = 64) -> list[str]:
+    """Those whose length in tokens is closest to the median's: micro-steps that compare."""
+    tokenizer = chat.load(folder)
+    sized = sorted((len(tokenizer.encode(text, add_special_tokens=False)), text) for text in chats)
+    first = max(0, (len(sized) - count) // 2)
+    return [text for _, text in sized[first : first + count]]
+
+
 def split(chats: list[str], scratch: Path) -> training_data.Split:
     """The paper's division of the chats: 70 % train, 30 % asked."""
     path = scratch / "chats.jsonl"

@@ -1,4 +1,4 @@
-"""Memory of serving and training on one copy against two loads, and the time to a first step.
+"""Memory of serving and training on one copy against two loads, and the time to build it.
 
 Each side is a real process that loads as the system does and computes (a decode step, a
 micro-step), so every page it needs is touched. PSS counts a page shared by n processes as 1/n.
@@ -29,16 +29,17 @@ def measure(folder: Path, scratch: Path) -> dict[str, Any]:
     ``extra_of_one_copy``: what sharing needs beyond two processes without weights, one copy
     included once; those are the same processes on a file each, less one copy.
 
-    ``start_s``: seconds until a training process could compute its first step, without and with
+    ``build_s``: seconds in which a training process that starts builds its model, without and with
     its imports: ``shared`` on the file that serving has mapped already, ``separate`` as above,
-    ``mapped`` by our own loader on a file of its own.
+    ``mapped`` by our own loader on a file of its own. (A replica's has built it long before it is
+    to train: ``bench.sharing.start``.)
     """
     one = _one_copy(folder)
-    shared = _pair(folder, None, "mapped")
+    shared = pair(folder, None, "mapped")
     apart = scratch / "apart"
     apart.mkdir()
-    own = _pair(folder, apart, "mapped")
-    separate = _pair(folder, apart, "pretrained")
+    own = pair(folder, apart, "mapped")
+    separate = pair(folder, apart, "pretrained")
     shutil.rmtree(apart)
     return {
         "copy_mb": one,
@@ -46,8 +47,8 @@ def measure(folder: Path, scratch: Path) -> dict[str, Any]:
         "pss_shared_mb": shared.pss,
         "pss_separate_mb": separate.pss,
         "extra_of_one_copy": (shared.pss - (own.pss - one)) / one,
-        "start_s": {"shared": shared.ready, "separate": separate.ready, "mapped": own.ready},
-        "start_with_imports_s": {
+        "build_s": {"shared": shared.ready, "separate": separate.ready, "mapped": own.ready},
+        "build_with_imports_s": {
             "shared": shared.spawned,
             "separate": separate.spawned,
             "mapped": own.spawned,
@@ -68,9 +69,12 @@ def _one_copy(folder: Path) -> float:
     return open_fused(folder, "auto").nbytes / 1e6
 
 
-def _pair(folder: Path, apart: Path | None, loader: str) -> Pair:
-    """``apart``: serve from a copy of the model there; ``loader`` of the training side: "mapped"
-    or "pretrained". Serving computes before training starts, as in a running replica."""
+def pair(folder: Path, apart: Path | None, loader: str) -> Pair:
+    """Serving computes, then training starts beside it, as in a running replica.
+
+    ``apart``: serve from a copy of the model there; ``loader`` of the training side: "mapped" or
+    "pretrained".
+    """
     context = mp.get_context("spawn")
     processes: list[Any] = []
     pipes: list[Connection] = []
