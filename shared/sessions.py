@@ -62,6 +62,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None  # F of the last round
     heldout: dict[str, float] = {}  # client -> held-out loss of version ``heldout_of``
     heldout_of: str = ""
+    last_heldout: dict[str, float] = {}  # client -> what it measured last, of whatever version
     kept_back: int = 0  # rounds in a row whose version was not promoted
     least: int = LEAST  # clients below which the session ends
     B: dict[str, int] = {}  # micro-batch a client in this round

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -18,7 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out nats per token before and after, mean over clients that measured both."""
+    """Held-out nats per token. ``good`` and ``why``: of the clients that measured both.
+
+    ``before`` and ``after`` are what is reported: means over all clients that the session has
+    measured, one that is absent with what it last had. Means over whoever is there would jump
+    with each that comes or goes, as data differ more than versions do.
+    """
 
     good: bool
     why: str
@@ -53,18 +59,24 @@ async def check(
             before[result.client] = result.ce[0]
         if result.ce[-1] is not None:
             after[result.client] = result.ce[-1]
-    return verdict(before, after, options.margin)
+    return verdict(before, after, options.margin, session.last_heldout)
 
 
-def verdict(before: dict[str, float], after: dict[str, float], margin: float) -> Check:
+def verdict(
+    before: dict[str, float],
+    after: dict[str, float],
+    margin: float,
+    last: Mapping[str, float] = MappingProxyType({}),
+) -> Check:
     """Not good when the mean rose by more than ``margin`` (relative). Pure.
 
-    Without any measurement there is nothing against a version.
+    Without any measurement there is nothing against a version. ``last``: what each client of
+    the session, also one that is absent now, measured last.
     """
+    reported = _mean({**last, **after}) if after else None
     both = sorted(before.keys() & after.keys())
     if not both:
-        mean = sum(after.values()) / len(after) if after else None
-        return Check(good=True, why="no held-out data", after=mean, after_of=after)
+        return Check(good=True, why="no held-out data", after=reported, after_of=after)
     old = sum(before[c] for c in both) / len(both)
     new = sum(after[c] for c in both) / len(both)
     good = new <= old * (1 + margin)
@@ -72,11 +84,15 @@ def verdict(before: dict[str, float], after: dict[str, float], margin: float) ->
     return Check(
         good=good,
         why=f"held-out loss {old:.4f} -> {new:.4f}, {sign} the margin of {margin:g}",
-        before=old,
-        after=new,
+        before=_mean({**last, **before}),
+        after=reported,
         before_of=before,
         after_of=after,
     )
+
+
+def _mean(losses: Mapping[str, float]) -> float:
+    return sum(losses.values()) / len(losses)
 
 
 async def _evaluate(

@@ -58,6 +58,7 @@ async def publish(
         Outcome(results, made, checked, entry, promoted, loss, opening.options.max_rounds, stages),
         opening.spent(s),
     )
+    known = checked.after_of if promoted else checked.before_of
     losses = {c: (*s.losses.get(c, ()), r.loss) for c, r in results.items() if r.loss is not None}
     return replace(
         s,
@@ -67,7 +68,8 @@ async def publish(
         kept_back=0 if promoted else s.kept_back + 1,
         loss=loss if loss is not None else s.loss,
         losses={**s.losses, **losses},
-        heldout=checked.after_of if promoted else checked.before_of,
+        heldout=known,
+        last_heldout={**s.last_heldout, **known},
         heldout_of=s.version if promoted else s.parent,
         results={},
     )

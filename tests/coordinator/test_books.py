@@ -122,6 +122,17 @@ def test_a_version_is_judged_on_clients_that_measured_both(
     assert verdict(before, after, 0.02).good is good
 
 
+def test_a_client_that_is_absent_does_not_make_the_reported_loss_jump() -> None:
+    whole = verdict({"a": 1.0, "b": 3.0}, {"a": 0.9, "b": 2.9}, 0.02)
+    assert (whole.before, whole.after) == (pytest.approx(2.0), pytest.approx(1.9))
+    without_b = verdict({"a": 0.9}, {"a": 0.8}, 0.02, {"a": 0.9, "b": 2.9})
+    assert (without_b.before, without_b.after) == (pytest.approx(1.9), pytest.approx(1.85))
+    worse = verdict({"a": 0.9}, {"a": 1.0}, 0.02, {"a": 0.9, "b": 2.9})
+    assert not worse.good, "the absent one has no say"
+    nobody = verdict({}, {}, 0.02, {"a": 0.9})
+    assert (nobody.good, nobody.before, nobody.after) == (True, None, None)
+
+
 @given(st.floats(0.01, 10), st.floats(0.01, 10), st.floats(0.1, 100))
 def test_quality_moves_with_the_loss_and_never_by_more_than_two(
     before: float, after: float, parent: float
