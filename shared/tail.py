@@ -5,6 +5,7 @@ For ``metrics`` and ``events``: a sample that is missed is missed, none is ever 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
 
@@ -19,11 +20,18 @@ Fields = dict[bytes, bytes]
 
 
 async def follow(
-    redis: Redis, streams: Iterable[str], *, since: str = "", count: int = 1000
+    redis: Redis,
+    streams: Iterable[str],
+    *,
+    since: str = "",
+    count: int = 1000,
+    gather: float = 0.0,
 ) -> AsyncIterator[tuple[str, str, Fields]]:
     """(stream, entry id, fields) for ever; waits out a Redis that is away.
 
-    ``since`` is an entry id to begin after; "" = only what comes from now on.
+    ``since`` is an entry id to begin after; "" = only what comes from now on. ``gather``: seconds
+    between two reads in which entries may gather, for readers that are in no hurry: waking for
+    each entry costs many times what reading it costs. Whoever lags behind does not wait.
     """
     if not since:
         seconds, micros = await patiently(redis.time, "reading of streams")
@@ -38,12 +46,15 @@ async def follow(
             await backoff.wait()
             continue
         backoff.reset()
+        full = False
         for raw, entries in found or ():
-            stream = raw.decode()
+            stream, full = raw.decode(), full or len(entries) >= count
             for entry_id, fields in entries:
                 cursors[stream] = entry_id.decode()
                 if fields is not None:
                     yield stream, entry_id.decode(), fields
+        if gather and not full:
+            await asyncio.sleep(gather)
 
 
 class SampleReader:

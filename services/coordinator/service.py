@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 ROLE = "coordinator"
 LOOK = 1.0  # seconds between looks for sessions, should an event be missed
+GATHER = 0.25  # seconds between two reads of the metrics; fits are made every few seconds
 
 
 class CoordinatorService:
@@ -63,7 +64,8 @@ class CoordinatorService:
         desk = Desk(context, acting)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(desk.watch(), name="metrics and events")
+                group.create_task(desk.learn(), name="metrics")
+                group.create_task(desk.watch(), name="events")
                 group.create_task(desk.obey(), name="commands")
                 group.create_task(desk.refit(), name="fits")
                 group.create_task(desk.sessions(group), name="sessions")
@@ -102,16 +104,17 @@ class Desk:
 
     # ------------------------------------------------------------ what happens
 
+    async def learn(self) -> None:
+        """Samples into the books."""
+        redis = self._context.redis
+        async for _, entry_id, fields in follow(redis, [names.METRICS], gather=GATHER):
+            if fields.get(b"kind") in (b"step", b"train"):
+                self._take(self._samples.read(entry_id, fields))
+
     async def watch(self) -> None:
-        """Samples into the books; a new session wakes the loop at once."""
-        streams = [names.METRICS, names.EVENTS]
-        async for stream, entry_id, fields in follow(self._context.redis, streams):
-            if stream == names.EVENTS:
-                await self._note(str(entry_id), fields)
-                continue
-            if fields.get(b"kind") not in (b"step", b"train"):
-                continue
-            self._take(self._samples.read(entry_id, fields))
+        """A new session wakes the loop at once."""
+        async for _, entry_id, fields in follow(self._context.redis, [names.EVENTS]):
+            await self._note(entry_id, fields)
 
     async def _note(self, entry: str, fields: Mapping[bytes, bytes]) -> None:
         """An event that concerns the coordinator."""

@@ -22,6 +22,7 @@ from shared.tail import SampleReader, follow
 
 log = logging.getLogger(__name__)
 
+GATHER = 0.25  # of a tick, between two reads of the metrics
 LIVE = frozenset({"serving", "idle", "combined"})
 
 
@@ -47,7 +48,8 @@ class Observer:
 
     async def watch(self) -> None:
         """Follow the metrics stream until cancelled."""
-        async for _, entry_id, fields in follow(self._redis, [names.METRICS]):
+        gather = GATHER * self._settings.tick
+        async for _, entry_id, fields in follow(self._redis, [names.METRICS], gather=gather):
             if fields.get(b"kind") not in (b"util", b"step"):
                 continue
             self._take(self._samples.read(entry_id, fields))

@@ -13,7 +13,7 @@ import msgspec
 from services.replica.engines.base import EngineStatus, StepReport
 from shared.messages import StepSample
 
-SPACING = 0.05  # seconds between samples that nobody waits for
+SPACING = 0.1  # seconds between samples that nobody waits for
 SHORT = 0.002  # seconds; below this a step's duration says nothing
 MOST_FINISHED = 4096  # requests in one sample
 
