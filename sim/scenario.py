@@ -38,7 +38,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     delays: Delays = Delays()
     b_limit: int | None = None
     federated: Federated | None = None  # None: nothing trains
-    curve: str = "assumed"
+    curve: str = "smollm2"
     seed: int = 0
     learn: bool = False  # the policy fits its latencies from steps, as before a coordinator has any
 

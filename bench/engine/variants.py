@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -26,6 +27,15 @@ from services.replica.weights import open_fused
 
 NAMES = ("base", "merged", "unmerged", "shadow", "packed")
 KV_TOKENS = 16384
+
+
+def _flat(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """All tensors as one array, and name -> (begin, end, shape) in it."""
+    bounds, at = dict[str, Any](), 0
+    for name, tensor in tensors.items():
+        bounds[name] = (at, at + tensor.numel(), tuple(tensor.shape))
+        at += tensor.numel()
+    return torch.cat([tensor.float().reshape(-1) for tensor in tensors.values()]), bounds
 
 
 class Variants:
@@ -67,11 +77,12 @@ class Variants:
     ) -> dict[str, float]:
         """Median output tokens/s of each way. Give more prompts than ``concurrency``: requests
         that come in later begin with a newer version."""
-        tensors, spec = load_file(self._adapter / TENSORS), read_spec(self._adapter)
-        shadowed = self._engines["shadow"]
+        flat, bounds = _flat(load_file(self._adapter / TENSORS))
+        spec, shadowed = read_spec(self._adapter), self._engines["shadow"]
 
-        def publish() -> None:
-            shadowed.load_adapter_tensors("a", str(next(self._versions)), tensors, spec)
+        def publish() -> None:  # as the serving loop takes it from the shared memory
+            version = str(next(self._versions))
+            shadowed.load_adapter_flat("a", version, flat, bounds, spec, str(self._adapter))
 
         seconds: dict[str, list[float]] = {name: [] for name in NAMES}
         for name in NAMES * rounds:

@@ -42,7 +42,7 @@ def main() -> None:
     p.add_argument("--hours", type=float, help="of arrivals (default 0.5; --full: 10)")
     p.add_argument("--seeds", type=int, help="default 1; --full: 5")
     p.add_argument("--full", action="store_true", help="ten hours, five seeds")
-    p.add_argument("--curve", default="assumed", help="loss curve of config/curves")
+    p.add_argument("--curve", default="smollm2", help="loss curve of config/curves")
     p.add_argument("--out", type=Path, default=ROOT / "docs" / "evaluation")
     p.add_argument("--store", type=Path, default=ROOT / "data" / "figures", help="results kept")
     p.add_argument(

@@ -36,7 +36,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     traces: tuple[Any, ...] = ()  # (tag, path); empty: random streams like the traces
     replicas: int = 16
     profile: str = "h20-8b"
-    curve: str = "assumed"
+    curve: str = "smollm2"
 
 
 def policies() -> list[str]:

@@ -64,7 +64,7 @@ def simulate(
     adapters: Annotated[int, Option(help="Number of adapters, popularity by Zipf's law")] = 0,
     static: Annotated[bool, Option(help="Static batches instead of continuous ones")] = False,
     train: Annotated[bool, Option("--train/--no-train", help="Fine-tune when idle")] = True,
-    curve: Annotated[str, Option(help="Loss curve of the training")] = "assumed",
+    curve: Annotated[str, Option(help="Loss curve of the training")] = "smollm2",
     target: Annotated[float, Option(help="Attainment to sustain, of the unloaded one")] = 0.9,
     seed: Annotated[int, Option()] = 0,
     out: Annotated[Path | None, Option(help="Folder for result.json and report.html")] = None,
