@@ -39,7 +39,7 @@ def _shown() -> list[tuple[str, str]]:
             joined = re.sub(r"-d '\{.*?\}'", "-d '{}'", block.replace("\\\n", " "), flags=re.S)
             found += [(page.name, line) for line in joined.splitlines()]
         if page.name == "README.md":
-            cells = re.findall(r"^\|[^|]*\|([^|]*)\|$", text, re.M)
+            cells = re.findall(r"^\|[^|]*\|([^|]*)\|", text, re.M)
             found += [(page.name, c) for cell in cells for c in re.findall(r"`([^`]+)`", cell)]
     lines = [(page, VARIABLES.sub("", line.split("  #")[0].strip())) for page, line in found]
     return [(page, line) for page, line in lines if line and not line.startswith("#")]
