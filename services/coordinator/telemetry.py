@@ -5,6 +5,7 @@ Pure books: messages in, planes and numbers out.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 import msgspec
@@ -15,6 +16,7 @@ from shared.latency import LatencyModel
 from shared.messages import StepSample, TrainSample
 
 SHORT = 0.0005  # seconds a step; shorter ones say nothing
+KEPT = 60.0  # seconds of finished requests that a rate can be asked of
 
 
 class Planes(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +47,7 @@ class Telemetry:
         self._hardware: dict[str, str] = {}
         self._progress: dict[str, Progress] = {}
         self._lengths: dict[str, tuple[float, float]] = {}
-        self._finished: dict[str, list[tuple[float, int]]] = {}
+        self._finished: dict[str, deque[tuple[float, int]]] = {}  # of the last KEPT seconds
 
     def describe(self, replica: str, hardware: str) -> None:
         """Say what a replica runs on (host, engine, model, threads): equal ones pool."""
@@ -115,10 +117,11 @@ class Telemetry:
         return self._lengths.get(base, (128.0, 128.0))
 
     def rate(self, base: str, now: float, seconds: float = 30.0) -> float:
-        """Finished requests per second of late; arrivals when the dispatcher names none."""
-        recent = [(t, n) for t, n in self._finished.get(base, []) if t >= now - seconds]
-        self._finished[base] = recent
-        return sum(n for _, n in recent) / seconds
+        """Finished requests per second of late; arrivals when the dispatcher names none.
+
+        ``seconds``: KEPT at most.
+        """
+        return sum(n for t, n in self._finished.get(base, ()) if t >= now - seconds) / seconds
 
     def _note_finished(self, sample: StepSample) -> None:
         done = [f for f in sample.finished if f.reason in ("stop", "length")]
@@ -129,7 +132,11 @@ class Telemetry:
             prompt += (f.prompt_tokens - prompt) / 50
             output += (f.output_tokens - output) / 50
         self._lengths[sample.model] = (prompt, output)
-        self._finished.setdefault(sample.model, []).append((sample.time, len(done)))
+        # Nobody may ever ask for the rate: what is old goes when something new comes.
+        recent = self._finished.setdefault(sample.model, deque())
+        recent.append((sample.time, len(done)))
+        while recent[0][0] < sample.time - KEPT:
+            recent.popleft()
 
 
 def hardware_of(record: Mapping[str, object]) -> str:

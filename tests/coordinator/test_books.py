@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.coordinator.checking import verdict
 from services.coordinator.settings import BadOptions, CoordinatorSettings
-from services.coordinator.telemetry import Telemetry
+from services.coordinator.telemetry import KEPT, Telemetry
 from shared.messages import Finished, StepSample, TrainSample
 from shared.quality import after_round, weighted_mean
 
@@ -95,6 +95,15 @@ def test_lengths_and_rate_come_from_finished_requests() -> None:
     assert output < 30
     assert books.rate("m", 2.0) == pytest.approx(10.0)
     assert books.rate("m", 100.0) == 0.0
+
+
+def test_finished_requests_are_not_kept_for_ever_if_nobody_asks_for_their_rate() -> None:
+    books = Telemetry()
+    for second in range(1000):
+        done = (Finished(f"q{second}", 1, 10, 10, "stop"),)
+        books.step(step("r0", 1, 0, 0.1, time=float(second), finished=done))
+    assert len(books._finished["m"]) <= KEPT + 1
+    assert books.rate("m", 999.0, 30.0) == pytest.approx(31 / 30)
 
 
 def test_a_forgotten_replica_leaves_no_samples() -> None:
