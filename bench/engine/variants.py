@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import statistics
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from bench.engine import jobs
 from bench.engine.accuracy import merge
+from bench.flat import flatten
 from services.replica.adapters import TENSORS, read_folder, read_spec
 from services.replica.engines.torch import TorchEngine
 from services.replica.engines.torch.backends import module_shapes
@@ -27,15 +27,6 @@ from services.replica.weights import open_fused
 
 NAMES = ("base", "merged", "unmerged", "shadow", "packed")
 KV_TOKENS = 16384
-
-
-def _flat(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
-    """All tensors as one array, and name -> (begin, end, shape) in it."""
-    bounds, at = dict[str, Any](), 0
-    for name, tensor in tensors.items():
-        bounds[name] = (at, at + tensor.numel(), tuple(tensor.shape))
-        at += tensor.numel()
-    return torch.cat([tensor.float().reshape(-1) for tensor in tensors.values()]), bounds
 
 
 class Variants:
@@ -77,7 +68,7 @@ class Variants:
     ) -> dict[str, float]:
         """Median output tokens/s of each way. Give more prompts than ``concurrency``: requests
         that come in later begin with a newer version."""
-        flat, bounds = _flat(load_file(self._adapter / TENSORS))
+        flat, bounds = flatten(load_file(self._adapter / TENSORS))
         spec, shadowed = read_spec(self._adapter), self._engines["shadow"]
 
         def publish() -> None:  # as the serving loop takes it from the shared memory

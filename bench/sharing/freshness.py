@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.flat import flatten
 from bench.sharing.rig import ADAPTER, REPLICA, Answer, Rig, until
 from services.replica.engines.torch.engine import TorchEngine
 from services.replica.shadow import Card, ShadowReader, ShadowWriter
@@ -176,12 +177,8 @@ def to_token(rig: Rig, parent: str, publishes: int) -> dict[str, float]:
     ``computed``: until the replica has computed the token; ``arrived``: until its reader has it.
     A probe follows as soon as one is answered: more of them would make the steps they wait for.
     """
-    tensors = read_tensors(Path(parent))
-    flat = np.concatenate([t.numpy().ravel() for t in tensors.values()])
-    bounds, at = {}, 0
-    for name, tensor in tensors.items():
-        bounds[name] = (at, at + tensor.numel(), tuple(tensor.shape))
-        at += tensor.numel()
+    whole, bounds = flatten(read_tensors(Path(parent)))
+    flat = whole.numpy()
     writer = ShadowWriter(rig.home / "replicas" / REPLICA / "shadow.bin", flat.nbytes)
     rng, found = random.Random(0), list[_Delay]()
     background = _Background(rig, rng)

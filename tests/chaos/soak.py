@@ -34,7 +34,6 @@ START_SECONDS, STOP_SECONDS = 600.0, 180.0
 WARMING = 0.5  # share of the run that the fits leave out
 # What may grow by as much an hour and still count as flat: allocators breathe.
 ALLOWED_AN_HOUR = {"memory_mb": 10.0, "descriptors": 5.0, "redis_mb": 5.0, "keys": 20.0}
-OF_REDIS = 4  # times as many descriptors: every other process's connections end there
 
 Series = dict[str, list[tuple[float, float]]]
 
@@ -87,37 +86,23 @@ def slope(points: list[tuple[float, float]], seconds: float) -> dict[str, float]
         return None
     times, values = zip(*late, strict=True)
     if len(set(values)) == 1:
-        return {"per_hour": 0.0, "low": 0.0, "high": 0.0, "least_half": 0.0, "last": values[-1]}
+        return {"per_hour": 0.0, "low": 0.0, "high": 0.0, "last": values[-1]}
     fit = stats.linregress([t / 3600 for t in times], values)
-    middle = len(late) // 2
     margin = stats.t.ppf(0.975, len(late) - 2) * fit.stderr
     return {
         "per_hour": round(fit.slope, 3),
         "low": round(fit.slope - margin, 3),
         "high": round(fit.slope + margin, 3),
-        "least_half": round(min(_rise(late[:middle]), _rise(late[middle:])), 3),
         "last": round(values[-1], 2),
     }
 
 
-def _rise(points: list[tuple[float, float]]) -> float:
-    times, values = zip(*points, strict=True)
-    return (
-        0.0 if len(set(values)) == 1 else stats.linregress([t / 3600 for t in times], values).slope
-    )
-
-
 def grows(name: str, found: dict[str, float]) -> bool:
-    """Whether it surely grows by more than is allowed; bounded streams may fill to their bound.
-
-    A leak goes on: it shows in both halves of the time. One more connection in a pool, because
-    more was asked at once than ever before, is a step in one of them.
-    """
+    """Whether it surely grows by more than is allowed; bounded streams may fill to their bound."""
     if name.startswith("stream "):
         live = (":requests:", ":batches", ":replies:", ":control")
         return any(part in name for part in live) and found["last"] > 1000
-    allowed = ALLOWED_AN_HOUR[name.split()[0]] * (OF_REDIS if name == "descriptors redis" else 1)
-    return bool(found["low"] > allowed and found["least_half"] > allowed / 2)
+    return bool(found["low"] > ALLOWED_AN_HOUR[name.split()[0]])
 
 
 def main() -> int:
