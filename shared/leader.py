@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from shared.clock import RedisClock
 from shared.lease import TRY_SECONDS, Lease, LeaseLost, is_fenced
-from shared.redis_client import TRANSIENT, Backoff, connect, is_missing_group
+from shared.redis_client import TRANSIENT, Backoff, connect, is_missing_group, stand_ready
 from shared.status_server import StatusServer
 
 log = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class Leader:
         while not await self._lease.try_acquire():
             self._trouble = None  # a healthy standby
             await asyncio.sleep(TRY_SECONDS)
+        await stand_ready(self._redis)
         clock = RedisClock()
         await clock.synchronise(self._redis)
         self._acting = Acting(self._redis, self._lease, clock, self._starting)

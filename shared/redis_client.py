@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 BLOCK_MS = 1000  # how long a blocking read waits; well below SOCKET_TIMEOUT
 SOCKET_TIMEOUT = 10.0  # seconds
+STANDING = 8  # connections a service opens at its start: more than it has used at once
 
 # What passes by itself: Redis restarting, loading its file, failing over, at its memory limit.
 TRANSIENT = (
@@ -72,6 +73,21 @@ def connect(url: str, *, max_connections: int = 64) -> Redis:
     client: Redis = Redis.from_url(url, **options)
     send_promptly(client)
     return client
+
+
+async def stand_ready(client: Redis, connections: int = STANDING) -> None:
+    """Open so many connections at once: none is opened later, while a request waits for it.
+
+    And a process then holds as many from its first minute to its last. Raises the errors of
+    ``TRANSIENT``.
+    """
+    pool, opened = client.connection_pool, []
+    try:
+        for _ in range(connections):
+            opened.append(await pool.get_connection())
+    finally:
+        for connection in opened:
+            await pool.release(connection)
 
 
 def connect_sync(url: str, *, socket_timeout: float = SOCKET_TIMEOUT) -> redis_sync.Redis:

@@ -143,6 +143,18 @@ class RoundJob(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
+class GradientNoise(msgspec.Struct, frozen=True, kw_only=True):
+    """What the micro-gradients of ``count`` optimiser steps tell: means of |G|^2 and tr Sigma.
+
+    Each may come out at or below 0 by chance; their quotient, the noise scale in samples, is
+    worth something only over many steps.
+    """
+
+    gradient: float
+    trace: float  # per sample
+    count: int
+
+
 class RoundResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a client reports. ``examples`` is its weight n_k: samples trained in the round.
 
@@ -166,7 +178,7 @@ class RoundResult(msgspec.Struct, frozen=True, kw_only=True):
     heldout_before: float | None = None  # parent version, nats/token
     heldout_after: float | None = None  # locally trained adapter
     loss_reduction: float | None = None  # mean fall of the loss a step
-    noise_scale: float | None = None  # gradient noise scale in samples
+    noise: GradientNoise | None = None
     started: float = 0.0  # Redis seconds: job began
     first_step: float = 0.0  # Redis seconds: first micro-step began
     seconds: float = 0.0  # of the whole job

@@ -121,6 +121,9 @@ def main() -> None:
     p.add_argument("--bench", type=Path, help="a line of bench.federated instead")
     p.add_argument("--strategy", default="fedavg")
     p.add_argument("--samples-per-round", type=float, help="of all clients together")
+    p.add_argument(
+        "--batch", type=float, default=4.0, help="samples of an optimiser step and client"
+    )
     p.add_argument("--name", required=True, help="of the curve; also of its file")
     o = p.parse_args()
     if (o.points is None) == (o.bench is None):
@@ -138,6 +141,7 @@ def main() -> None:
         p.error(str(e))
     target = CURVES / f"{o.name}.yaml"
     values = msgspec.to_builtins(curve)
+    values["batch"] = o.batch
     values["source"] = f"{curve.source}; {len(learning.points)} points, R2 {r2:.4f}"
     head = "# Cross-entropy (nats/token) on held-out references against samples trained on.\n"
     body = yaml.safe_dump(values, sort_keys=False, width=100)

@@ -1,7 +1,8 @@
 """The rounds of federated sessions: local training, aggregation, a new version, its quality.
 
 The coordinator's own search chooses (B, b) of each client and round. What is simulated is only
-the learning itself: a loss curve over the samples that the federation has trained on.
+the learning itself: a loss curve over the samples that the federation has trained on, weighted
+by what one brings in batches of that size.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Rounds:
         self._world, self._options, self._curve = world, options, curve
         self._demand = demand
         self.session: Session | None = None
-        self.samples = 0.0  # trained on by the newest version
+        self.samples = 0.0  # what the newest version has learnt, in samples of the curve's runs
         self.ended = 0
         self.micro_steps = 0.0
         self.active_seconds = 0.0  # of training, over all replicas
@@ -135,18 +136,24 @@ class Rounds:
         world, o, now = self._world, self._options, self._world.kernel.now
         session.round += 1
         session.open = set(session.clients)
-        choices = self._choices(session)
+        choices, steps = self._choices(session), self._steps(session)
         for name in session.clients:
             B, b = choices[name]
             replica = world.replicas[name]
-            trainer = Trainer(
-                replica.latency, B, o.local_steps * ACCUMULATION, now, yielding=o.yielding
-            )
+            trainer = Trainer(replica.latency, B, steps * ACCUMULATION, now, yielding=o.yielding)
             replica.trainer = trainer
             replica.b_limit = max(1, min(b, replica.profile.b_max))
             world.announce(name)
             self._await(name, session.round)
         world.kernel.push(now + o.round_deadline, aggregated.deadline, (self, session.round))
+
+    def _steps(self, session: Session) -> int:
+        """Optimiser steps of the round; few in the first one, if its batch sizes are guesses."""
+        o = self._options
+        guessed = session.round == 1 and o.fixed is None and not o.dedicated
+        if not guessed:
+            return o.local_steps
+        return search.first_steps(o.local_steps, search.cycle(o.B0, o.B_max, rests=False))
 
     def _choices(self, session: Session) -> Mapping[str, tuple[int, int]]:
         """(B, b) of each client: small B0 in the first round, then the coordinator's search."""
@@ -221,7 +228,8 @@ class Rounds:
             trainer = world.replicas[name].trainer
             if trainer is not None:
                 trainer.accrue(now)
-                trained_on += trainer.done * trainer.B
+                worth = self._curve.worth(ACCUMULATION * trainer.B, self._options.noise_scale)
+                trained_on += trainer.done * trainer.B * worth
                 self._take_active(world.replicas[name].row, trainer)
                 self.micro_steps += trainer.done
         self.samples += trained_on / len(session.clients) if self._options.solo else trained_on
@@ -244,7 +252,7 @@ class Rounds:
             for name in world.quality:
                 world.quality[name] *= ratio
                 world.announce(name)
-        steps = max(1, self._options.local_steps)
+        steps = max(1, self._steps(session))
         for name in session.clients:
             session.losses.setdefault(name, []).append(after)
             progress = session.progress.get(name, Progress(noise_scale=self._options.noise_scale))

@@ -20,6 +20,9 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     CE(s) = floor + (start - floor) * (1 + s / scale)^-power, the form of data scaling laws
     (Kaplan et al. 2020), fitted to runs of this project (``source``).
+
+    ``batch`` is the effective batch, in samples, of those runs: a sample in a larger one brings
+    less, by the gradient noise scale p as (p + batch) / (p + larger) (McCandlish et al. 2018).
     """
 
     source: str
@@ -27,6 +30,11 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     floor: float
     scale: float
     power: float
+    batch: float = 4.0
+
+    def worth(self, batch: float, noise_scale: float) -> float:
+        """Samples of the fitted runs that one sample in an effective batch so large is worth."""
+        return (noise_scale + self.batch) / (noise_scale + batch)
 
     def cross_entropy(self, samples: float) -> float:
         decay: float = (1.0 + samples / self.scale) ** -self.power

@@ -92,6 +92,8 @@ class Context:
     async def choose(self, session: Session, options: TrainingOptions) -> dict[str, Choice]:
         """(B*, b*) of the session's clients, against all dispatchable replicas of the base."""
         now, members = self.now(), []
+        micro_steps = options.local_steps * options.accumulation
+        fixed = self.telemetry.round_cost(session.adapter) / micro_steps
         for name, record in (await self.cluster.live()).items():
             trains = name in session.clients
             if record.model != session.base or not (trains or record.state == "serving"):
@@ -104,10 +106,11 @@ class Context:
                     quality=record.q,
                     trains=trains,
                     B=record.B_star,
-                    progress=self.telemetry.progress(name),
+                    progress=self.telemetry.progress(session.adapter, name),
                     B0=options.B0,
                     B_max=options.B_max,
                     accumulation=options.accumulation,
+                    fixed=fixed,
                     suspended=name in self.suspended,
                 )
             )

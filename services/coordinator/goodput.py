@@ -12,11 +12,13 @@ import math
 import msgspec
 
 from shared.latency import LatencyModel
+from shared.rounds import GradientNoise
 
 ACCUMULATION = 8
 LEAST_LOSS_REDUCTION = 1e-4
 LEAST_NOISE = 1e-12
 MOST_NOISE = 1e4  # in samples; beyond it the gradient was not told apart from its noise
+NOISE_MEMORY = 48  # optimiser steps, over all clients, after which older ones fade
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +38,33 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
             noise_scale=_noise(self.noise_scale, noise_scale, keep),
             rounds=self.rounds + 1,
         )
+
+
+def pooled(old: GradientNoise | None, new: GradientNoise | None) -> GradientNoise | None:
+    """Mean over the steps of several clients and rounds of one adapter.
+
+    A client's round has too few micro-gradients to tell the gradient from its noise; all clients
+    together, over a few rounds, have enough. A missing or not finite one changes nothing.
+    """
+    if new is None or not (math.isfinite(new.gradient) and math.isfinite(new.trace)):
+        return old
+    if old is None:
+        return new
+    before = min(old.count, NOISE_MEMORY)
+    count = before + new.count
+    share = new.count / count
+    return GradientNoise(
+        gradient=old.gradient + share * (new.gradient - old.gradient),
+        trace=old.trace + share * (new.trace - old.trace),
+        count=count,
+    )
+
+
+def noise_scale(noise: GradientNoise | None) -> float | None:
+    """In samples; None while the gradient is not told apart from its noise."""
+    if noise is None or noise.trace <= 0 or noise.gradient * MOST_NOISE < noise.trace:
+        return None
+    return noise.trace / noise.gradient
 
 
 def _loss(old: float, new: float | None, keep: float) -> float:
@@ -67,9 +96,15 @@ def goodput(
     *,
     B0: int,
     accumulation: int = ACCUMULATION,
+    fixed: float = 0.0,
 ) -> float:
-    """GOODPUT(B, b) = B / T_train(b, B) times efficiency; 0 for B = 0."""
+    """GOODPUT(B, b) = B / (T_train(b, B) + fixed) times efficiency; 0 for B = 0.
+
+    ``fixed``: seconds of a round that do not depend on B, a micro-step. The paper's throughput
+    leaves them out; in rounds of few steps they are most of the time, and a larger batch then
+    costs little.
+    """
     if B <= 0:
         return 0.0
-    seconds = model.t_train(b, B)
+    seconds = model.t_train(b, B) + fixed
     return 0.0 if seconds <= 0 else B / seconds * efficiency(B, B0, progress, accumulation)

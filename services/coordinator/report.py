@@ -72,6 +72,7 @@ async def tell_round(
     """Event ``round_done``; ``privacy`` are the fields about the budget spent, if any."""
     paid = cost(session, outcome, context.now())
     _measure(context, session, outcome, paid)
+    context.telemetry.round_ended(session.adapter, paid.overhead * paid.seconds)
     made, checked, entry = outcome.made, outcome.checked, outcome.entry
     await context.tell(
         "round_done",

@@ -3,6 +3,10 @@ still carries its load; B = 0 when it cannot.
 
 Source: CoLLM (arXiv 2604.16400), coordinator. Replicas are decided in turn, lowest quality
 first, each against the rates that the others have at the moment. Rates in requests per second.
+
+One departure: the paper's GOODPUT(B, b*) takes training to run beside b* requests at all times.
+Replicas train because there are few requests, and b* makes every micro-step look long whatever
+its B, so that large B looks good. Here it is GOODPUT(B, 0); load decides by what it needs.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import msgspec
 from services.coordinator.goodput import ACCUMULATION, Progress, goodput
 from shared.latency import LatencyModel
 
+FIRST_CYCLES = 2
 LOAD_FLOOR = 1 / 60  # requests per second; below it the cluster counts as idle
 
 
@@ -47,6 +52,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     B0: int = 4
     B_max: int = 16
     accumulation: int = ACCUMULATION  # micro-batches an optimiser step
+    fixed: float = 0.0  # seconds of a round that are not training, a micro-step
     suspended: bool = False  # the dispatcher asked for B = 0
 
 
@@ -100,7 +106,7 @@ def search(members: Sequence[Member], demand: Demand) -> dict[str, Choice]:
 
 
 def _best(member: Member, demand: Demand, needed: float) -> Choice:
-    """argmax over B of GOODPUT(B, b*(B)) with b*/S >= needed; B = 0 if none qualifies."""
+    """argmax over B of GOODPUT(B, 0) with b*/S >= needed; B = 0 if none qualifies."""
     idle = b_star(member, 0, demand)
     alone = Choice(B=0, b=max(1, idle), rate=rate(member, 0, demand), needed=needed)
     if member.suspended:
@@ -114,11 +120,12 @@ def _best(member: Member, demand: Demand, needed: float) -> Choice:
             continue
         value = goodput(
             B,
-            b,
+            0.0,
             member.model,
             member.progress,
             B0=member.B0,
             accumulation=member.accumulation,
+            fixed=member.fixed,
         )
         if best is None or value > best.goodput:
             best = Choice(B=B, b=b, goodput=value, rate=r, needed=needed)
@@ -138,6 +145,14 @@ def _too_slow(model: LatencyModel, b: int, B: int, demand: Demand) -> bool:
         return False
     prompt = demand.limited_prompt or demand.prompt
     return model.service(b, B, prompt, demand.limited_output or demand.output) > demand.slo
+
+
+def first_steps(local_steps: int, pattern: Sequence[int]) -> int:
+    """Optimiser steps of a first round: what it takes to see every batch size FIRST_CYCLES times.
+
+    Its batch sizes are guesses: the sooner it is over, the sooner those that pay are used.
+    """
+    return min(local_steps, FIRST_CYCLES * len(pattern))
 
 
 def cycle(B0: int, B_max: int, *, rests: bool = True) -> tuple[int, ...]:

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 
 from services.coordinator.fit import Plane, Sample, Window, latency_model
-from services.coordinator.goodput import Progress
+from services.coordinator.goodput import Progress, noise_scale, pooled
 from shared.latency import LatencyModel
 from shared.messages import StepSample, TrainSample
+from shared.rounds import GradientNoise
+
+T = TypeVar("T")
 
 SHORT = 0.0005  # seconds a step; shorter ones say nothing
+ADAPTERS_KEPT = 1000
 KEPT = 60.0  # seconds of finished requests that a rate can be asked of
 
 
@@ -46,6 +51,8 @@ class Telemetry:
         self._windows: dict[str, _Windows] = {}
         self._hardware: dict[str, str] = {}
         self._progress: dict[str, Progress] = {}
+        self._noise: dict[str, GradientNoise | None] = {}  # of an adapter, over its clients
+        self._round_costs: dict[str, float] = {}  # of an adapter: seconds that are not training
         self._lengths: dict[str, tuple[float, float]] = {}
         self._finished: dict[str, deque[tuple[float, int]]] = {}  # of the last KEPT seconds
 
@@ -80,14 +87,28 @@ class Telemetry:
         windows = self._windows.setdefault(sample.replica, _Windows())
         windows.train.add(Sample(sample.time, sample.B, sample.b, sample.micro_seconds))
 
-    def round_ended(
-        self, replica: str, loss_reduction: float | None, noise_scale: float | None
+    def client_ended(
+        self, adapter: str, replica: str, loss_reduction: float | None, noise: GradientNoise | None
     ) -> None:
+        """A client's part of a round."""
         old = self._progress.get(replica, Progress())
-        self._progress[replica] = old.updated(loss_reduction, noise_scale)
+        self._progress[replica] = old.updated(loss_reduction, None)
+        _put(self._noise, adapter, pooled(self._noise.get(adapter), noise))
 
-    def progress(self, replica: str) -> Progress:
-        return self._progress.get(replica, Progress())
+    def progress(self, adapter: str, replica: str) -> Progress:
+        """The replica's fall of the loss, the adapter's noise scale."""
+        found = self._progress.get(replica, Progress())
+        scale = noise_scale(self._noise.get(adapter))
+        return found if scale is None else msgspec.structs.replace(found, noise_scale=scale)
+
+    def round_ended(self, adapter: str, fixed: float) -> None:
+        """``fixed``: the round's seconds in which its slowest client did not train."""
+        old = self._round_costs.get(adapter, fixed)
+        _put(self._round_costs, adapter, (old + fixed) / 2)
+
+    def round_cost(self, adapter: str) -> float:
+        """Seconds of a round that are not training, smoothed; 0 before the first one."""
+        return self._round_costs.get(adapter, 0.0)
 
     def seen_alone(self, replica: str) -> bool:
         """Whether this replica, or one like it, was seen decoding while nothing trained."""
@@ -137,6 +158,14 @@ class Telemetry:
         recent.append((sample.time, len(done)))
         while recent[0][0] < sample.time - KEPT:
             recent.popleft()
+
+
+def _put(book: dict[str, T], adapter: str, value: T) -> None:
+    """The adapter's later sessions begin with what is kept; of many adapters, the latest."""
+    book.pop(adapter, None)
+    book[adapter] = value
+    if len(book) > ADAPTERS_KEPT:
+        del book[next(iter(book))]
 
 
 def hardware_of(record: Mapping[str, object]) -> str:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from services.coordinator.context import Context
 from services.coordinator.jobs import POLL, JobFailed, job_id
 from services.coordinator.paths import choose_path
-from services.coordinator.search import cycle
+from services.coordinator.search import cycle, first_steps
 from services.coordinator.settings import TrainingOptions
 from shared.adapter_files import TENSOR_FILE
 from shared.aggregation import trained_factors
@@ -77,7 +77,9 @@ class Training:
         if result.round != self._session.round or result.parent != self._session.parent:
             await self._tell(client, f"its result is of round {result.round}")
             return
-        self._context.telemetry.round_ended(client, result.loss_reduction, result.noise_scale)
+        self._context.telemetry.client_ended(
+            self._session.adapter, client, result.loss_reduction, result.noise
+        )
         if result.examples <= 0:
             why = "no examples" if result.steps == 0 else "trained on no example"
             await self._tell(client, why)
@@ -129,6 +131,7 @@ class Training:
     def _job(self, client: str) -> RoundJob:
         s, o = self._session, self._options
         first = s.done == 0 and not o.micro_batch
+        sizes = self._cycle(client) if first else (s.B[client],)
         return RoundJob(
             session=s.id,
             round=s.round,
@@ -141,9 +144,9 @@ class Training:
             strategy=o.strategy,
             train=trained_factors(o.strategy, s.round),
             prox_mu=o.prox_mu if o.strategy == "fedprox" else 0.0,
-            steps=o.local_steps,
+            steps=first_steps(o.local_steps, sizes) if first else o.local_steps,
             accumulation=o.accumulation,
-            micro_batches=self._cycle(client) if first else (s.B[client],),
+            micro_batches=sizes,
             learning_rate=o.learning_rate,
             max_rounds=o.max_rounds,
             max_tokens=o.max_tokens,

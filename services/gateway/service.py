@@ -38,7 +38,7 @@ from shared.dead_letters import write
 from shared.entries import request_values
 from shared.jobs import Jobs
 from shared.records import HEARTBEAT_SECONDS, HEARTBEAT_TTL_MS
-from shared.redis_client import TRANSIENT, connect, patiently
+from shared.redis_client import TRANSIENT, connect, patiently, stand_ready
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,7 @@ class Gateway:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start everything; at the end say goodbye to Redis. Called by the ASGI lifespan."""
+        await patiently(lambda: stand_ready(self.redis), "the gateway's start")
         await patiently(self._announce, "the gateway's start")
         await patiently(lambda: self.clock.synchronise(self.redis), "the clock")
         await patiently(self.catalogue.refresh, "the catalogue")

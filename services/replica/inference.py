@@ -36,7 +36,7 @@ from services.replica.worker import ServingLoop
 from shared import logs, names
 from shared.adapters import AdapterRegistry
 from shared.clock import RedisClock
-from shared.redis_client import connect, patiently
+from shared.redis_client import connect, patiently, stand_ready
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class Inference:
         """Load, report ready, serve until told to stop or the parent is gone."""
         async with asyncio.TaskGroup() as tasks:
             jobs = [tasks.create_task(self._pulse())]
+            await patiently(lambda: stand_ready(self._redis), "the start")
             await patiently(lambda: self._clock.synchronise(self._redis), "the start")
             jobs.append(tasks.create_task(self._keep_time()))
             engines = await self._load()

@@ -26,7 +26,7 @@ from services.replica.settings import ReplicaSettings
 from services.replica.trainer_child import TrainerChild
 from services.replica.weights_child import WeightsChild
 from shared.records import HEARTBEAT_SECONDS
-from shared.redis_client import TRANSIENT, connect, patiently
+from shared.redis_client import TRANSIENT, connect, patiently, stand_ready
 from shared.replica_state import Refused, State
 from shared.status_server import StatusServer
 
@@ -106,6 +106,7 @@ class Supervisor:
         """Until ``request_stop``, or GaveUp, IdInUse."""
         await self._status.start(self._settings.host, self._settings.port)
         try:
+            await patiently(lambda: stand_ready(self._redis), "the start")
             for life in self._lives.values():
                 await patiently(life.take_id, "the start")
             await self._begin_all("started")

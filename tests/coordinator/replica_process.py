@@ -125,7 +125,7 @@ def local_round(plain: dict[str, Any]) -> dict[str, Any]:
             first_loss=first,
             loss=distance(tensors) if fault.get("update") is None else first,
             loss_reduction=0.01,
-            noise_scale=16.0,
+            noise=rounds.GradientNoise(gradient=0.5, trace=8.0, count=2),
             started=started,
             first_step=now(),
             seconds=now() - started,

@@ -12,9 +12,12 @@ from services.coordinator.goodput import (
     LEAST_LOSS_REDUCTION,
     LEAST_NOISE,
     MOST_NOISE,
+    NOISE_MEMORY,
     Progress,
     efficiency,
     goodput,
+    noise_scale,
+    pooled,
 )
 from services.coordinator.search import (
     LOAD_FLOOR,
@@ -26,7 +29,9 @@ from services.coordinator.search import (
     rate,
     search,
 )
+from services.coordinator.telemetry import ADAPTERS_KEPT, Telemetry
 from shared.latency import LatencyModel
+from shared.rounds import GradientNoise
 
 # Beside B: 0.1 B + 10 (0.1 B + 0.01 b + 0.09) + 0.01 b s for 10 prompt and 10 output tokens.
 MODEL = LatencyModel(
@@ -97,6 +102,63 @@ def test_goodput_is_samples_a_second_times_what_one_brings() -> None:
     assert goodput(0, 3, MODEL, progress, B0=2) == 0.0
     assert goodput(-1, 3, MODEL, progress, B0=2) == 0.0
     assert goodput(4, 3, LatencyModel(), progress, B0=2) == 0.0, "a model of nothing"
+    assert goodput(4, 3, MODEL, progress, B0=2, fixed=seconds) == pytest.approx(
+        4 / (2 * seconds) * 0.5 * 32 / 48
+    )
+
+
+def test_the_less_of_a_round_is_training_the_more_a_large_batch_pays() -> None:
+    """B costs nothing of the seconds that a round takes in any case."""
+    paper, short = (best(member(fixed=f, progress=Progress(noise_scale=16.0))) for f in (0.0, 9.0))
+    assert paper.B < short.B
+
+
+def noise(gradient: float, trace: float, count: int = 2) -> GradientNoise:
+    return GradientNoise(gradient=gradient, trace=trace, count=count)
+
+
+def test_noise_is_the_mean_over_the_steps_of_all_clients() -> None:
+    both = pooled(pooled(None, noise(1.0, 10.0)), noise(-0.2, 40.0, count=6))
+    assert both is not None
+    assert both.count == 8
+    assert both.gradient == pytest.approx(0.1)
+    assert both.trace == pytest.approx(32.5)
+    assert noise_scale(both) == pytest.approx(325.0)
+    assert pooled(both, None) == pooled(both, noise(math.nan, 1.0)) == both
+    assert pooled(both, noise(1.0, math.inf)) == both
+
+
+def test_old_steps_fade_when_many_have_followed() -> None:
+    old = noise(1.0, 1.0, count=100 * NOISE_MEMORY)
+    new = pooled(old, noise(3.0, 5.0, count=NOISE_MEMORY))
+    assert new == noise(2.0, 3.0, count=2 * NOISE_MEMORY)
+
+
+@pytest.mark.parametrize("lost", [None, noise(-1.0, 5.0), noise(0.0, 5.0), noise(1.0, -5.0),
+                                  noise(1.0, 2 * MOST_NOISE)])  # fmt: skip
+def test_a_gradient_that_is_lost_in_its_noise_gives_no_scale(lost: GradientNoise | None) -> None:
+    assert noise_scale(lost) is None
+
+
+def test_the_noise_scale_is_the_adapters_and_the_fall_of_the_loss_the_replicas() -> None:
+    telemetry = Telemetry()
+    telemetry.client_ended("a", "r0", 0.5, noise(1.0, 30.0))
+    telemetry.client_ended("a", "r1", 0.25, noise(1.0, 50.0))
+    assert telemetry.progress("a", "r0") == Progress(loss_reduction=0.5, noise_scale=40, rounds=1)
+    assert telemetry.progress("a", "r1") == Progress(loss_reduction=0.25, noise_scale=40, rounds=1)
+    assert telemetry.progress("other", "r2") == Progress()
+
+
+def test_what_a_round_costs_beside_training_is_smoothed_and_kept_for_the_latest_adapters() -> None:
+    telemetry = Telemetry()
+    assert telemetry.round_cost("a") == 0.0
+    for seconds, wanted in ((4.0, 4.0), (8.0, 6.0)):
+        telemetry.round_ended("a", seconds)
+        assert telemetry.round_cost("a") == wanted
+    for number in range(ADAPTERS_KEPT):
+        telemetry.round_ended(f"adapter-{number}", 1.0)
+    assert telemetry.round_cost("a") == 0.0
+    assert telemetry.round_cost("adapter-0") == 1.0
 
 
 # ------------------------------------------------------------ b*
@@ -144,14 +206,16 @@ def best(*members: Member, **asked: Any) -> Choice:
 
 
 def test_the_batch_with_the_best_goodput_is_chosen_with_its_numbers() -> None:
-    choice = best(member())
-    values = {B: goodput(B, 10, MODEL, Progress(), B0=2) for B in range(1, 5)}
+    """As of a replica with nothing beside, whatever it could serve."""
+    progress = Progress(noise_scale=50.0)
+    choice = best(member(progress=progress))
+    values = {B: goodput(B, 0, MODEL, progress, B0=2) for B in range(1, 5)}
     top = max(values, key=lambda B: values[B])
     assert choice == Choice(
         B=top, b=10, goodput=values[top], rate=pytest.approx(rate(member(), top, demand())),
         needed=0.0, why="best training goodput of B = 1..4",
     )  # fmt: skip
-    assert top > 1, "else the first would do"
+    assert 1 < top < 4, "else the first or last would do"
 
 
 def test_each_batch_is_considered_from_one_to_the_largest() -> None:
@@ -236,7 +300,7 @@ def test_a_first_round_observes_every_slope() -> None:
 
 def test_the_micro_batches_of_a_step_are_those_of_the_member() -> None:
     choice = best(member(accumulation=2, B_max=1))
-    assert choice.goodput == goodput(1, 10, MODEL, Progress(), B0=2, accumulation=2)
+    assert choice.goodput == goodput(1, 0, MODEL, Progress(), B0=2, accumulation=2)
 
 
 def test_defaults_are_those_of_the_table_of_symbols() -> None:

@@ -30,7 +30,7 @@ def demand(per_second: float, **changes: object) -> Demand:
 def test_an_idle_cluster_trains_at_the_best_goodput() -> None:
     choice = search([member()], demand(0.0))["r0"]
     values = {
-        B: goodput(B, b_star(member(), B, demand(0.0)), MODEL, Progress(), B0=4)
+        B: goodput(B, 0, MODEL, Progress(), B0=4)
         for B in range(1, 17)
         if b_star(member(), B, demand(0.0)) >= 1
     }
@@ -73,8 +73,8 @@ def test_what_is_chosen_carries_the_load_that_the_others_leave(
 
 def test_the_lowest_quality_is_decided_first_so_the_best_adapter_keeps_serving() -> None:
     good, bad = member("good", quality=2.0), member("bad", quality=1.0)
-    at_full = rate(good, 0, demand(0.0))
-    choices = search([good, bad], demand(at_full * 1.35))
+    one_trains = rate(good, 0, demand(0.0)) + rate(bad, 1, demand(0.0))
+    choices = search([good, bad], demand(0.99 * one_trains / (1 + Demand().headroom)))
     assert choices["bad"].B > 0 == choices["good"].B
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -232,6 +233,14 @@ def test_a_loss_curve_falls_from_start_to_floor() -> None:
     curve = load_curve("assumed")
     assert curve.cross_entropy(0) == curve.start
     assert curve.floor < curve.cross_entropy(1e6) < curve.cross_entropy(1e3) < curve.start
+
+
+def test_a_sample_brings_less_in_a_larger_batch_than_the_curve_was_fitted_with() -> None:
+    curve = msgspec.structs.replace(load_curve("assumed"), batch=4.0)
+    assert curve.worth(4, 16.0) == 1.0
+    assert curve.worth(32, 16.0) == pytest.approx(20 / 48)
+    assert curve.worth(2, 16.0) > 1.0
+    assert curve.worth(32, 1e9) == pytest.approx(1.0), "all noise: every sample counts"
 
 
 def test_random_streams_keep_their_rates_and_medians() -> None:

@@ -54,7 +54,8 @@ def test_a_round_trains_publishes_and_reports(worker: TrainingProcess, parent: s
     assert (result.steps, result.examples, result.micro_steps) == (4, 16, 8)
     assert result.last_loss < result.first_loss
     assert result.heldout_after < result.heldout_before
-    assert result.noise_scale > 0
+    assert result.noise.count == 4
+    assert result.noise.trace > 0
     assert result.started <= result.first_step <= result.started + result.seconds
     assert result.published[-1] == "r70.s4.r0"
     [served] = reader.poll()

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from services.replica.training.publisher import Publisher
 from services.replica.training.saved_round import SavedRound
 from services.replica.training.trainer import Plan, StepResult, Trainer
 from shared.messages import TrainSample
-from shared.rounds import BadJob, RoundJob, RoundResult
+from shared.rounds import BadJob, GradientNoise, RoundJob, RoundResult
 from shared.stopwatch import Stopwatch
 
 log = logging.getLogger(__name__)
@@ -250,7 +251,7 @@ class LocalRound:
         return msgspec.structs.replace(
             self._result(),
             heldout_after=after,
-            noise_scale=trainer.noise.scale if trainer.noise is not None else None,
+            noise=None if trainer.noise is None else GradientNoise(**asdict(trainer.noise)),
             first_step=context.redis_time(first) if first else 0.0,
             norm=kept.norm,
             blob=kept.blob,
