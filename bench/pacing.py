@@ -21,17 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from redis.asyncio import Redis
-
+from bench import measured
 from bench.policies import EMULATED, slowed, tokenizer
-from bench.sim import VOID_ABOVE, simulated
-from bench.sim import slowed as slowed_profile
 from bench.stack import running
-from shared import names
-from shared.messages import BODY, StepSample, decode
+from bench.validity import VOID_ABOVE, simulated
+from bench.validity import slowed as slowed_profile
 
 POLICIES = ("round_robin", "collm")
-PAGE = 2000
 
 
 def dispersion(rows: Sequence[Sequence[float]]) -> float | None:
@@ -52,17 +48,9 @@ def fullest(rows: Sequence[Sequence[float]]) -> float | None:
 async def ends(url: str) -> dict[str, list[float]]:
     """Replica -> Redis seconds at which its requests ended, from the metrics stream."""
     found: dict[str, list[float]] = {}
-    redis, lower = Redis.from_url(url), "-"
-    try:
-        while page := await redis.xrange(names.METRICS, min=lower, count=PAGE):
-            for _, fields in page:
-                if fields.get(b"kind", b"").startswith(b"step"):
-                    sample = decode(fields[BODY], StepSample)
-                    times = found.setdefault(sample.replica, [])
-                    times.extend(sample.time for done in sample.finished if done.output_tokens)
-            lower = "(" + page[-1][0].decode()
-    finally:
-        await redis.aclose()
+    for sample in await measured.steps(url):
+        times = found.setdefault(sample.replica, [])
+        times.extend(sample.time for done in sample.finished if done.output_tokens)
     return found
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
-from bench.sim import error, slowed, slowed_slo
+from bench import measured
+from bench.validity import error, slowed, slowed_slo
 from shared import profile, slo
+from shared.messages import StepSample
 
 
 def test_a_slowed_profile_takes_as_many_times_as_long(tmp_path: Path) -> None:
@@ -34,3 +37,35 @@ def test_errors_are_relative_except_for_shares() -> None:
     assert error(real, sim, "p50_e2el_ms") == -0.05
     assert error(real, sim, "slo_attainment") == 0.1
     assert error(real, sim, "p99_e2el_ms") is None
+
+
+def step(time: float, seconds: float, b: int, prompt: int = 0) -> StepSample:
+    return StepSample(
+        replica=f"r{b % 2}", model="m", incarnation="i", seq=0, time=time, seconds=seconds, b=b,
+        prefill_tokens=prompt, decode_tokens=b,
+    )  # fmt: skip
+
+
+def test_a_profile_is_measured_from_steps() -> None:
+    """Decode: 2 ms a request and 30 ms; a prompt token: 1 ms more."""
+    rng = random.Random(1)
+    samples = [step(float(t), (0.002 * b + 0.03) * rng.uniform(0.95, 1.05), b)
+               for t, b in enumerate([1, 2, 4, 8, 16] * 40)]  # fmt: skip
+    samples += [step(200.0 + n, 0.002 * 4 + 0.03 + 0.001 * n, 4, n) for n in (50, 100, 400)]
+    found = measured.profile_of(samples, "here", 16, 1000)
+    assert found.coefficients.alpha1 == pytest.approx(0.002, rel=0.1)
+    assert found.coefficients.alpha0 == pytest.approx(0.03, rel=0.1)
+    assert found.coefficients.pi1 == pytest.approx(0.001, rel=0.1)
+    assert 0.01 < found.jitter < 0.05
+    assert (found.b_max, found.kv_tokens) == (16, 1000)
+
+
+def test_a_measured_profile_is_read_as_any_other(tmp_path: Path) -> None:
+    made = measured.profile_of([step(1.0, 0.04, 4), step(2.0, 0.05, 8)], "here", 16, 1000)
+    assert profile.load(measured.write(made, tmp_path)) == made
+
+
+@pytest.mark.parametrize("samples", [[], [step(1.0, 0.04, 4), step(2.0, 0.04, 4)]])
+def test_steps_of_one_size_make_no_profile(samples: list[StepSample]) -> None:
+    with pytest.raises(measured.TooFew, match="no latency model"):
+        measured.profile_of(samples, "here", 16, 1000)

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from bench.pacing import binned, dispersion, fullest
-from bench.sim import simulated
+from bench.validity import simulated
 
 
 def test_an_even_replica_has_no_dispersion_and_the_median_replica_is_told() -> None:
