@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import psutil
 from shared.settings import child_environment
 
 STOP_SECONDS = 40.0
+Buckets = dict[float, float]  # upper edge -> observations up to it
 
 
 class StackError(RuntimeError):
@@ -43,12 +45,27 @@ class Stack:
 
     def metric(self, part: str, name: str) -> list[float]:
         """Values of a Prometheus series of one part; empty when it shows none."""
+        return [
+            float(line.rpartition(" ")[2])
+            for line in self._lines(part)
+            if line.startswith(name) and line[len(name) : len(name) + 1] in ("{", " ")
+        ]
+
+    def _lines(self, part: str) -> list[str]:
+        """What all ports of a part show at /metrics."""
         found = []
         for port in _listening(self.pids[part]):
             answer = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10.0)
-            for line in answer.text.splitlines():
-                if line.startswith(name) and line[len(name) : len(name) + 1] in ("{", " "):
-                    found.append(float(line.rpartition(" ")[2]))
+            found += answer.text.splitlines()
+        return found
+
+    def buckets(self, part: str, name: str) -> Buckets:
+        """Cumulative counts of a Prometheus histogram by upper edge; labels added up."""
+        found: Buckets = {}
+        for line in self._lines(part):
+            if line.startswith(f"{name}_bucket"):
+                edge = line.partition('le="')[2].partition('"')[0]
+                found[float(edge)] = found.get(float(edge), 0.0) + float(line.rpartition(" ")[2])
         return found
 
     def step_lag(self) -> float | None:
@@ -63,6 +80,23 @@ class Stack:
             name: round(sum(p.memory_info().rss for p in _family(pid)) / 1e6, 1)
             for name, pid in self.pids.items()
         }
+
+
+def quantile(before: Buckets, after: Buckets, share: float) -> float | None:
+    """The value that ``share`` of the observations between two readings stay under; linear inside
+    a bucket, its lower edge in the last one; None without observations."""
+    edges = sorted(after)
+    counts = [after[e] - before.get(e, 0.0) for e in edges]
+    if not counts or counts[-1] <= 0:
+        return None
+    wanted, lower, below = share * counts[-1], 0.0, 0.0
+    for edge, count in zip(edges, counts, strict=True):
+        if count >= wanted:
+            if math.isinf(edge):
+                return lower
+            return lower + (edge - lower) * (wanted - below) / (count - below)
+        lower, below = edge, count
+    return lower
 
 
 def _listening(pid: int) -> list[int]:
