@@ -28,14 +28,14 @@ from bench.stack import Stack, running
 PARTS = ("inference", "training", "collm")
 LOADS = (1, 2, 3, 4)
 CPU_TIMES = ("user", "system")
-Seconds = dict[tuple[str, int], float]  # (part, process) -> CPU seconds so far
+Seconds = dict[tuple[str, int], float]  # (part, process) -> CPU seconds so far; collm/NAME
 
 
 def processes(stack: Stack) -> Iterator[tuple[str, psutil.Process]]:
     """Every process of the system with the part that it belongs to."""
     for name, pid in stack.pids.items():
         parent = psutil.Process(pid)
-        yield "collm", parent
+        yield f"collm/{'replicas' if name.startswith('replica') else name}", parent
         for child in parent.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 yield _part(name, parent, child), child
@@ -44,7 +44,7 @@ def processes(stack: Stack) -> Iterator[tuple[str, psutil.Process]]:
 def _part(name: str, parent: psutil.Process, child: psutil.Process) -> str:
     """A replica's two children compute; its training process is the one with low priority."""
     if not name.startswith("replica") or "resource_tracker" in " ".join(child.cmdline()):
-        return "collm"
+        return "collm/replicas" if name.startswith("replica") else f"collm/{name}"
     return "training" if child.nice() > parent.nice() else "inference"
 
 
@@ -61,7 +61,17 @@ def spent(before: Seconds, after: Seconds) -> dict[str, float]:
     """CPU seconds by part between two readings; a process that ended between them is left out."""
     total = dict.fromkeys(PARTS, 0.0)
     for key, seconds in after.items():
-        total[key[0]] += seconds - before.get(key, 0.0)
+        total[key[0].partition("/")[0]] += seconds - before.get(key, 0.0)
+    return total
+
+
+def own(before: Seconds, after: Seconds) -> dict[str, float]:
+    """The same for each part of CoLLM itself."""
+    total: dict[str, float] = {}
+    for key, seconds in after.items():
+        part, _, name = key[0].partition("/")
+        if part == "collm":
+            total[name] = total.get(name, 0.0) + seconds - before.get(key, 0.0)
     return total
 
 
@@ -116,6 +126,7 @@ def at(stack: Stack, o: argparse.Namespace, load: int, rate: float) -> dict[str,
         "load": load,
         "rate": round(rate, 3),
         "cpu_s": {part: round(s, 2) for part, s in whole.items()},
+        "collm_cpu_s": {name: round(s, 2) for name, s in own(began, before).items()},
         "shares": {part: round(s, 4) for part, s in (shares(whole) or {}).items()},
         "collm_worst_window": round(max(w["collm"] for w in windows), 4),
         "completed": result["completed"],
@@ -158,12 +169,12 @@ def main() -> None:
         full = 1.1 * capacity(stack, o)
         give_data(stack, o, Path(folder))
         rows = [at(stack, o, load, full * load / 4) for load in LOADS]
-    own = [r["shares"]["collm"] for r in rows]
+    ours = [r["shares"]["collm"] for r in rows]
     line = {
         "bench": "overhead",
         "loads": rows,
-        "collm_mean": round(statistics.fmean(own), 4),
-        "collm_worst": max(own),
+        "collm_mean": round(statistics.fmean(ours), 4),
+        "collm_worst": max(ours),
         "collm_worst_window": max(r["collm_worst_window"] for r in rows),
     }
     print(json.dumps(line), flush=True)
