@@ -127,6 +127,9 @@ class RoundJob(msgspec.Struct, frozen=True, kw_only=True):
     # as long as a step takes, so that its latency without training is observed as well.
     micro_batches: tuple[int, ...] = (4,)
     learning_rate: float = 2e-4
+    # Micro-batch that the learning rate is for; a larger one goes by its square root faster.
+    # 0: the rate is for whatever batch there is.
+    rate_batch: int = 0
     max_rounds: int = 20  # for the schedule
     max_tokens: int = 512  # a sample is cut to this
     heldout_fraction: float = 0.1

@@ -38,7 +38,11 @@ class TrainingOptions(BaseModel):
     B_max: int = Field(16, ge=1)
     micro_batch: int = Field(0, ge=0, description="always this micro-batch; 0 = chosen by goodput")
     concurrency: int = Field(0, ge=0, description="always this concurrency; 0 = b*")
-    learning_rate: float = Field(5e-4, gt=0)
+    learning_rate: float = Field(
+        5e-4,
+        gt=0,
+        description="of B0 (or of micro_batch); with the root of the batch that is chosen",
+    )
     max_rounds: int = Field(20, ge=1, description="rounds a session")
     max_tokens: int = Field(512, ge=8, description="tokens of a sample; longer ones are cut")
     heldout_fraction: float = Field(0.1, ge=0, lt=1)

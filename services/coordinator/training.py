@@ -45,7 +45,7 @@ class Training:
         waiting = {c for c in self._session.clients if self._session.B.get(c, 0) > 0}
         for client in sorted(waiting):
             await self._context.jobs.ensure(
-                client, self._ids[client], LOCAL_ROUND, self._job(client), self._limit()
+                client, self._ids[client], LOCAL_ROUND, self.job(client), self._limit()
             )
         results: dict[str, RoundResult] = {}
         end = self._session.deadline + self._context.settings.grace
@@ -128,7 +128,8 @@ class Training:
         rests = not self._context.telemetry.seen_alone(client)
         return cycle(self._session.B[client], self._options.B_max, rests=rests)
 
-    def _job(self, client: str) -> RoundJob:
+    def job(self, client: str) -> RoundJob:
+        """What the client is asked to do in this round."""
         s, o = self._session, self._options
         first = s.done == 0 and not o.micro_batch
         sizes = self._cycle(client) if first else (s.B[client],)
@@ -148,6 +149,7 @@ class Training:
             accumulation=o.accumulation,
             micro_batches=sizes,
             learning_rate=o.learning_rate,
+            rate_batch=0 if o.micro_batch else o.B0,
             max_rounds=o.max_rounds,
             max_tokens=o.max_tokens,
             heldout_fraction=o.heldout_fraction,

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.replica.training.statistics import Noise, estimate_noise, learning_rate, smooth
+from services.replica.training.statistics import (
+    Noise,
+    estimate_noise,
+    learning_rate,
+    rate_factor,
+    smooth,
+)
 
 
 def test_the_noise_estimate_is_unbiased() -> None:
@@ -46,3 +52,9 @@ def test_schedules() -> None:
     assert rates[2:11] == sorted(rates[2:11], reverse=True)
     assert rates[10] == rates[13] == pytest.approx(0.1)
     assert learning_rate(1.0, 7, schedule="constant", total=10) == 1.0
+
+
+@pytest.mark.parametrize(("B", "wanted"), [(2, 1.0), (8, 2.0), (1, 0.5**0.5)])
+def test_a_larger_batch_goes_further_by_its_square_root(B: int, wanted: float) -> None:
+    assert rate_factor(B, 2) == pytest.approx(wanted)
+    assert rate_factor(B, 0) == 1.0, "the rate is for any batch"

@@ -63,6 +63,23 @@ def test_losses_equal_a_plain_peft_loop(
     assert ours[-1] < ours[0]
 
 
+def test_a_larger_batch_than_the_rate_is_for_takes_larger_steps(
+    base: torch.nn.Module, examples: Examples
+) -> None:
+    """As if the rate had been given for that batch."""
+    found = []
+    for plan in (
+        Plan(B=8, accumulation=1, learning_rate=1e-2, rate_batch=2),
+        Plan(B=8, accumulation=1, learning_rate=2e-2),
+    ):
+        adapter = Adapter.attach(base, SPEC, 0)
+        trainer = Trainer(adapter, examples, plan)
+        found.append([trainer.step().loss for _ in range(3)])
+        trainer.close()
+        base = adapter.detach()
+    assert found[0] == found[1]
+
+
 def test_only_the_adapter_moves_and_nothing_was_copied(
     weights: FusedWeights, base: torch.nn.Module, examples: Examples
 ) -> None:

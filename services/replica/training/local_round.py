@@ -109,6 +109,7 @@ class LocalRound:
             B=max(job.micro_batches),
             accumulation=job.accumulation,
             learning_rate=job.learning_rate,
+            rate_batch=job.rate_batch,
             schedule=settings.schedule,
             total_steps=job.steps * max(1, job.max_rounds),
             warmup_steps=settings.warmup_steps,

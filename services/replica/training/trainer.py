@@ -27,6 +27,7 @@ class Plan:
     B: int = 4
     accumulation: int = 8
     learning_rate: float = 5e-4
+    rate_batch: int = 0  # micro-batch that the rate is for; 0: any
     schedule: str = "constant"
     total_steps: int = 0  # of the whole session, for the cosine
     warmup_steps: int = 0
@@ -205,7 +206,7 @@ class Trainer:
             warmup=self.plan.warmup_steps,
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * statistics.rate_factor(self.B, self.plan.rate_batch)
         self.optimizer.step()
         return norm
 
