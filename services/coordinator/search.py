@@ -20,6 +20,9 @@ from services.coordinator.goodput import ACCUMULATION, Progress, goodput
 from shared.latency import LatencyModel
 
 FIRST_CYCLES = 2
+# A batch grows by so much a round at most: what lies further beyond the one that was observed is
+# extrapolated from few samples (as in Pollux).
+GROWTH = 2
 LOAD_FLOOR = 1 / 60  # requests per second; below it the cluster counts as idle
 
 
@@ -114,7 +117,8 @@ def _best(member: Member, demand: Demand, needed: float) -> Choice:
     if member.model is None:
         return Choice(B=member.B0, b=member.b_max, needed=needed, why="no latency model yet")
     best: Choice | None = None
-    for B in range(1, member.B_max + 1):
+    most = min(member.B_max, GROWTH * member.B) if member.B > 0 else member.B_max
+    for B in range(1, most + 1):
         b, r = b_star(member, B, demand), rate(member, B, demand)
         if b < 1 or r < needed or _too_slow(member.model, b, B, demand):
             continue
@@ -133,7 +137,7 @@ def _best(member: Member, demand: Demand, needed: float) -> Choice:
         return msgspec.structs.replace(
             alone, why=f"no B keeps {needed:.3f} requests/s within the SLO"
         )
-    return msgspec.structs.replace(best, why=f"best training goodput of B = 1..{member.B_max}")
+    return msgspec.structs.replace(best, why=f"best training goodput of B = 1..{most}")
 
 
 def _too_slow(model: LatencyModel, b: int, B: int, demand: Demand) -> bool:

@@ -218,6 +218,13 @@ def test_the_batch_with_the_best_goodput_is_chosen_with_its_numbers() -> None:
     assert 1 < top < 4, "else the first or last would do"
 
 
+def test_a_batch_at_most_doubles_from_round_to_round() -> None:
+    learns = {"progress": Progress(noise_scale=1e6), "B_max": 16}
+    assert [best(member(B=B, **learns)).B for B in (0, 1, 3, 8, 16)] == [16, 2, 6, 16, 16]
+    assert best(member(B=3, **learns)).why == "best training goodput of B = 1..6"
+    assert best(member(B=8, progress=Progress(noise_scale=1e-6))).B == 1, "it may fall at once"
+
+
 def test_each_batch_is_considered_from_one_to_the_largest() -> None:
     assert best(member(progress=Progress(noise_scale=1e6))).B == 4
     assert best(member(progress=Progress(noise_scale=1e-6), B_max=16)).B == 1
