@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import statistics
 import threading
 import time
@@ -42,6 +43,7 @@ def run(
                 found = under_load(o, running, domains, prompts)
             say(json.dumps({"pair": way, **found}))
             runs[way].append(found)
+    without_version(list(runs.values()))
     target = target_of(list(runs.values()))
     points = [point(way, found, target) for way, found in runs.items()]
     return {
@@ -91,10 +93,18 @@ def curve(found: Sequence[Mapping[str, Any]], begun: float) -> list[tuple[float,
     return [*first, *((round(f["at"] - begun, 2), f["heldout"]) for f in known)]
 
 
+def without_version(runs: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """A run that finished no round served what every run began with: its quality is known."""
+    started = [r["curve"][0][1] for way in runs for r in way if r["curve"]]
+    for run in (r for way in runs for r in way):
+        if run["q_goodput"] is None and not run["curve"] and started:
+            run["q_goodput"] = round(run["goodput"] / started[0], 4)
+
+
 def target_of(runs: Sequence[Sequence[Mapping[str, Any]]]) -> float | None:
-    """The lowest loss that every run of every way reached; None where one finished no round."""
-    least = [min((y for _, y in r["curve"]), default=None) for way in runs for r in way]
-    return None if None in least or not least else max(x for x in least if x is not None)
+    """The lowest loss that every run with a round to its end reached; None without any."""
+    least = [min(y for _, y in r["curve"]) for way in runs for r in way if r["curve"]]
+    return max(least, default=None)
 
 
 def joint_time(points: Sequence[tuple[float, float]], target: float) -> float | None:
@@ -128,16 +138,22 @@ def point(way: Any, found: Sequence[Mapping[str, Any]], target: float | None) ->
 
 
 def dominating(points: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Fixed pairs that are no worse than the coordinator on both axes, and better on one."""
-    own = next(p for p in points if p["pair"] == COORDINATOR)
-    found = []
-    for p in points:
-        if p is own or None in (p["jct"], p["q_goodput"], own["jct"], own["q_goodput"]):
-            continue
-        no_worse = p["jct"] <= own["jct"] and p["q_goodput"] >= own["q_goodput"]
-        if no_worse and (p["jct"], p["q_goodput"]) != (own["jct"], own["q_goodput"]):
-            found.append(p["pair"])
-    return found
+    """Fixed pairs that are no worse than the coordinator on both axes, and better on one.
+
+    Who never reached the target took longer than anyone who did.
+    """
+
+    def axes(p: Mapping[str, Any]) -> tuple[float, float]:
+        return (math.inf if p["jct"] is None else p["jct"]), -(p["q_goodput"] or 0.0)
+
+    mine = axes(next(p for p in points if p["pair"] == COORDINATOR))
+    return [
+        p["pair"]
+        for p in points
+        if p["pair"] != COORDINATOR
+        and axes(p) != mine
+        and all(theirs <= ours for theirs, ours in zip(axes(p), mine, strict=True))
+    ]
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from bench.federated.measures import fit_error
-from bench.federated.pairs import COORDINATOR, curve, dominating, joint_time, point, target_of
+from bench.federated.pairs import (
+    COORDINATOR,
+    curve,
+    dominating,
+    joint_time,
+    point,
+    target_of,
+    without_version,
+)
 from bench.federated.plots import breakdown
 from shared.messages import StepSample
 
@@ -32,14 +40,27 @@ def test_a_curve_begins_with_the_parents_loss() -> None:
     assert curve([], 100.0) == []
 
 
-def test_the_target_is_what_every_run_reached() -> None:
+def test_the_target_is_what_every_run_with_a_round_reached() -> None:
     runs: list[list[dict[str, Any]]] = [
         [{"curve": [(0.0, 2.0), (5.0, 1.7)]}, {"curve": [(0.0, 2.0), (5.0, 1.8)]}],
         [{"curve": [(0.0, 2.0), (9.0, 1.6)]}],
     ]
     assert target_of(runs) == 1.8
-    assert target_of([*runs, [{"curve": []}]]) is None
+    assert target_of([*runs, [{"curve": []}]]) == 1.8, "the one without is told by its time: none"
     assert target_of([]) is None
+    assert target_of([[{"curve": []}]]) is None
+
+
+def test_a_run_without_a_round_served_what_every_run_began_with() -> None:
+    runs: list[list[dict[str, Any]]] = [
+        [{"curve": [(0.0, 2.0), (5.0, 1.7)], "goodput": 10.0, "q_goodput": 5.5}],
+        [{"curve": [], "goodput": 8.0, "q_goodput": None}],
+    ]
+    without_version(runs)
+    assert [way[0]["q_goodput"] for way in runs] == [5.5, 4.0]
+    nothing: list[list[dict[str, Any]]] = [[{"curve": [], "goodput": 8.0, "q_goodput": None}]]
+    without_version(nothing)
+    assert nothing[0][0]["q_goodput"] is None
 
 
 def made(pair: Any, q: float | None, jct: float | None) -> dict[str, Any]:
@@ -57,6 +78,9 @@ def test_a_pair_dominates_that_is_worse_on_no_axis_and_better_on_one() -> None:
         made((9, 1), 9.0, None),
     ]
     assert dominating([own, *others]) == [(1, 4), (2, 3)]
+    late = made(COORDINATOR, 5.0, None)
+    assert dominating([late, made((2, 3), 5.0, 90.0), made((3, 2), 4.9, 1.0)]) == [(2, 3)]
+    assert dominating([late, made((2, 3), 5.1, None), made((3, 2), None, None)]) == [(2, 3)]
 
 
 def test_a_point_is_the_median_of_its_runs_and_none_where_one_missed_the_target() -> None:
