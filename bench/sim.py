@@ -75,7 +75,7 @@ def main() -> None:
     p.add_argument("--seconds", type=float, default=90.0)
     p.add_argument("--kinds", nargs="+", default=["emulated", "cpu"], choices=("emulated", "cpu"))
     p.add_argument("--cpu-replicas", type=int, default=2, help="real ones, one thread each")
-    p.add_argument("--cpu-loads", type=float, nargs="+", default=[0.25, 0.5])
+    p.add_argument("--cpu-loads", type=float, nargs="+", default=[1.0, 2.0])
     p.add_argument("--cpu-slo", nargs="+", default=["e2e:5000"])
     p.add_argument("--slow", type=float, default=10.0, help="slow the emulated hardware down")
     o = p.parse_args()
