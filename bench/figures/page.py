@@ -22,7 +22,7 @@ LEARNED = {
     "Q-goodput": "q_goodput",
     "attainment": "slo_attainment",
     "rounds": "training.rounds",
-    "samples/s": "training.samples_per_s",
+    "samples learnt/s": "training.samples_per_s",
     "share training": "training.compute_share",
 }
 
@@ -129,7 +129,7 @@ def bounds(plan: Plan, results: Sequence[Result]) -> str:
 def training(results: Sequence[Result]) -> str:
     """What training got and brought, and what deciding cost, by load."""
     lines = [
-        "| load | share of compute that trains | samples/s | quality at the end |",
+        "| load | share of compute that trains | samples learnt/s | quality at the end |",
         "|---|---|---|---|",
     ]
     for load in LOADS:
