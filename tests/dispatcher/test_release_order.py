@@ -149,7 +149,8 @@ def test_they_are_left_where_they_are_refused() -> None:
 
 
 def test_so_many_hopeless_ones_share_a_replica() -> None:
-    scene = Scene(lane("a", model=LatencyModel(), b_limit=9))
+    scene = Scene(*(lane(key, model=LatencyModel(), b_limit=9) for key in "ab"))
+    scene.macro.rate.work, scene.macro.rate.mean = 0.5, 0.0  # not at rest, one to spare
     for n in range(LATE_PER_LANE + 2):
         scene.wait(f"q{n}", LATE, latest=-1.0)
     assert scene.serve() == {"a": ("q0", "q1")}
@@ -157,6 +158,32 @@ def test_so_many_hopeless_ones_share_a_replica() -> None:
     scene.macro.order[0].leave("q0", 0.2, learn=False)
     scene.macro.freed(scene.macro.order[0])
     assert scene.serve(0.3) == {"a": ("q2",)}
+
+
+def test_at_rest_more_of_them_run_together() -> None:
+    """Up to where an iteration takes twice as long as one request's, and half of the places."""
+    slow = LatencyModel(alpha1=0.01, alpha0=0.03)
+    for model, limit, wanted in (
+        (slow, 99, 4),
+        (slow, 6, 3),
+        (LatencyModel(), 12, 6),
+        (slow, 2, 2),
+    ):
+        scene = Scene(lane("a", model=model, b_limit=limit))
+        for n in range(9):
+            scene.wait(f"q{n}", LATE, latest=-1.0)
+        served = sum(len(scene.serve(float(second)).get("a", ())) for second in range(9))
+        assert served == wanted, (model, limit)
+
+
+def test_a_request_in_time_ends_the_rest() -> None:
+    scene = Scene(lane("a", model=LatencyModel(), b_limit=12))
+    assert scene.macro.at_rest()
+    scene.wait("now", latest=5.0)
+    for n in range(9):
+        scene.wait(f"q{n}", LATE, latest=-1.0)
+    assert scene.serve() == {"a": ("now", "q0", "q1")}
+    assert not scene.macro.at_rest()
 
 
 def test_they_take_only_replicas_that_the_load_can_spare() -> None:

@@ -25,6 +25,7 @@ PROMOTE_SECONDS = 0.2  # between two promotions
 SMOOTHING = 0.05
 RESUME_BELOW = 0.7  # of capacity: training may go on again
 STANDING = 0.2  # relative change of Q times rate below which a replica keeps its place
+REST_SHARE = 0.1  # of the replicas: a load that needs less leaves the cluster at rest
 IDLE_SHARE = 0.5  # of the replicas without requests in time: hopeless ones may have them
 REFITS_MAX = 64  # replicas whose coefficients are fitted anew in one cycle
 
@@ -273,6 +274,11 @@ class Macro:
         needed = self.rate.work * self.rate.margin * (1 + self._headroom)
         idle = IDLE_SHARE * (len(self.order) - len(self._taken))
         return max(0, int(len(self.order) - needed), int(idle))
+
+    def at_rest(self) -> bool:
+        """Whether nothing in time is in flight and next to nothing is expected."""
+        needed = self.rate.work * self.rate.margin
+        return not self._taken and needed <= REST_SHARE * len(self.order)
 
     def backlog_seconds(self, waiting: float, now: float) -> float:
         """Time until ``waiting`` replica seconds of work are done at the present capacity."""

@@ -27,7 +27,7 @@ EASE = 0.2  # share of a predicted time that is left over where batches are fill
 OUTSIDE_SHARE = 0.1  # of its time left that a request must save to leave the active set
 OUTSIDE = 10.0  # the same for one without a deadline, seconds
 LATE_AGE = 30.0  # a hopeless request this old gets a replica even under load
-LATE_PER_LANE = 2  # hopeless requests together on one replica
+LATE_PER_LANE = 2  # hopeless requests together on one replica, unless the cluster is at rest
 
 
 class Placement:
@@ -234,13 +234,28 @@ class Placement:
 
     def _late_lane(self, w: Waiting, spare: int) -> Lane | None:
         best, least = None, INFINITY
-        used = self._macro.background
+        used, rest = self._macro.background, self._macro.at_rest()
         self._looks += len(self._lanes)
         for lane in self._lanes:
-            if (lane not in used and len(used) >= spare) or lane.background >= LATE_PER_LANE:
+            if (lane not in used and len(used) >= spare) or lane.background >= _late_limit(
+                lane, rest
+            ):
                 continue
             if not lane.room(w.kv) or lane.slack < lane.predict(w, 0.0)[2] + self.epsilon:
                 continue
             if len(lane.flight) < least:
                 best, least = lane, len(lane.flight)
         return best
+
+
+def _late_limit(lane: Lane, rest: bool) -> int:
+    """Hopeless requests together on a replica.
+
+    At rest so many that an iteration takes twice as long as that of one, and half of its places: a
+    burst's leftovers are then done soon, and who comes next still finds room and little delay.
+    """
+    if not rest:
+        return LATE_PER_LANE
+    half = lane.view.b_limit // 2
+    knee = half if lane.alpha1 <= 0 else int((lane.alpha0 + lane.alpha1) / lane.alpha1)
+    return max(LATE_PER_LANE, min(half, knee))
