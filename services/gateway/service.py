@@ -208,10 +208,11 @@ class Gateway:
             self._away_since = None
 
     def _redis_is_back(self) -> None:
-        if self._away_since is not None:
-            log.info("Redis is back")
-        self._away_since = None
         self.outbox.redis_is_back()
+        if self._away_since is None:
+            return  # the first answer after the start: nothing can have been lost
+        log.info("Redis is back")
+        self._away_since = None
         self.reconciler.request()
 
     async def _bound_absence(self) -> None:
