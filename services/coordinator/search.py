@@ -21,7 +21,7 @@ from shared.latency import LatencyModel
 
 FIRST_CYCLES = 2
 # A batch grows by so much a round at most: what lies further beyond the one that was observed is
-# extrapolated from few samples (as in Pollux).
+# extrapolated from few samples (Pollux bounds the growth of a job's GPUs alike).
 GROWTH = 2
 LOAD_FLOOR = 1 / 60  # requests per second; below it the cluster counts as idle
 

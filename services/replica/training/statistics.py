@@ -64,8 +64,8 @@ def smooth(old: Noise | None, new: Noise | None) -> Noise | None:
 def rate_factor(B: int, reference: int) -> float:
     """By how much a step of micro-batch ``B`` may go further than one of ``reference`` (0: any).
 
-    The square root, as adaptive optimisers take it (Pollux, OSDI'21, section 3.1): the training
-    goodput reckons that a larger batch learns more a step, and at an unchanged rate it does not.
+    The square root, the usual rule for adaptive optimisers: the training goodput reckons that a
+    larger batch learns more a step, and at an unchanged rate it hardly does (docs/tried.md).
     """
     return math.sqrt(B / reference) if reference > 0 else 1.0
 
