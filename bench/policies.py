@@ -15,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +23,10 @@ from typing import Any
 
 import msgspec
 
+from bench import validity
 from bench.stack import StackError, running
 from collm import models
+from sim.replica import Batching
 
 POLICIES = ("round_robin", "least_loaded", "peft", "shepherd", "dlora", "split", "collm")
 KEYS = {
@@ -40,6 +43,7 @@ KEYS = {
     "failed": "failed",
     "shed": "shed",
     "client_lag_p99_ms": "client_lag_p99_ms",
+    "step_lag_p99": "step_lag_p99",
 }
 SATURATED = 0.9  # of an idle cluster's attainment
 PROBES_MAX = 8
@@ -119,6 +123,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, cluster: Cluster) -> None:
         self._o, self._cluster = options, cluster
+        self.emulated = cluster.name.startswith("emulated")
 
     def saturation(self, trace: str) -> float:
         """Rate scale at which round robin saturates: doubling, then two halvings."""
@@ -146,21 +151,38 @@ class Bench:
         environment = dict(self._cluster.environment)
         if run.shed:
             environment["COLLM_DISPATCHER_POLICY_OPTIONS"] = '{"on_overload": "shed"}'
-        if run.policy == "peft" and self._cluster.name.startswith("emulated"):
+        if run.policy == "peft" and self.emulated:
             environment["COLLM_REPLICA_BATCHING"] = "static"
         arguments = [*self._cluster.arguments, "--policy", run.policy]
-        with running(arguments, environment) as stack:
+        with running(arguments, environment) as stack, tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "loadgen", "--base-url", stack.url]
             command += ["--trace", f"{run.trace}={self._trace(run.trace)}"]
             command += ["--rate-scale", f"{scale:.5g}", "--duration", f"{seconds:g}"]
             command += ["--seed", str(run.seed), "--ignore-eos", "--slo-headers", "--no-progress"]
             command += ["--goodput", *self._cluster.slos[run.trace], *self._cluster.scales]
             command += ["--tokenizer", str(tokenizer(self._o.model))]
+            command += ["--save-detailed", "--result-dir", folder, "--result-filename", "run.json"]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
-        if done.returncode:
-            raise StackError(f"load generator ended with {done.returncode}: {done.stderr[-2000:]}")
-        result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        return result
+            lag = stack.step_lag() if self.emulated else None
+            if done.returncode:
+                raise StackError(f"the load generator failed: {done.stderr[-2000:]}")
+            result: dict[str, Any] = json.loads((Path(folder) / "run.json").read_text())
+        return result | {"step_lag_p99": lag}
+
+    def errors(self, run: Run, result: dict[str, Any]) -> dict[str, Any] | None:
+        """The same requests through the simulator against this run of emulated replicas."""
+        if not self.emulated or run.shed:
+            return None
+        batching = Batching(batching="static") if run.policy == "peft" else Batching()
+        with tempfile.TemporaryDirectory() as folder:
+            options = argparse.Namespace(
+                slo=[f"{run.trace}/{x}" for x in self._cluster.slos[run.trace]],
+                replicas=16,
+                profile=validity.slowed("h20-8b", self._o.slow, Path(folder)),
+                batching=batching,
+            )
+            sim = validity.simulated(result, run.policy, options)
+        return validity.compared(result, sim, run.policy, run.load)
 
     def _trace(self, name: str) -> Path:
         found = sorted(Path(self._o.data).glob(f"*{name}*.csv"))
@@ -188,6 +210,7 @@ def row(cluster: str, run: Run, result: dict[str, Any]) -> dict[str, Any]:
         "load": run.load,
         "seed": run.seed,
         **{key: result.get(source) for key, source in KEYS.items()},
+        "void": (result["step_lag_p99"] or 0.0) > validity.VOID_ABOVE,
     }
 
 
@@ -265,7 +288,8 @@ def main() -> None:
         for run in plan(o):
             started = time.monotonic()
             scale = at_four[f"{name}/{run.trace}"] * run.load / 4.0
-            rows.append(row(name, run, bench.go(run, scale, o.seconds)))
+            result = bench.go(run, scale, o.seconds)
+            rows.append(row(name, run, result) | {"against_simulated": bench.errors(run, result)})
             say(f"{rows[-1]} ({time.monotonic() - started:.0f} s)")
     print(
         json.dumps(

@@ -23,6 +23,7 @@ import yaml
 from bench.stack import Stack, running
 from collm import models
 from shared import profile, slo
+from sim.replica import Batching
 from sim.scenario import Scenario, run
 from sim.workload import Workload
 
@@ -111,6 +112,7 @@ def simulated(real: Mapping[str, Any], policy: str, o: argparse.Namespace) -> di
                 replicas=o.replicas,
                 policy=policy,
                 workload=work,
+                batching=getattr(o, "batching", Batching()),
                 learn=True,
             )
         )

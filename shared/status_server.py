@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -23,8 +23,15 @@ _READ_SECONDS = 5.0
 class StatusServer:
     """Serves GET requests one a connection."""
 
-    def __init__(self, registry: CollectorRegistry, live: Check, ready: Check) -> None:
-        self._registry = registry
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        live: Check,
+        ready: Check,
+        refresh: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """``refresh`` is awaited before each page of metrics: what is gathered only when asked."""
+        self._registry, self._refresh = registry, refresh
         self._checks = {"/health/live": live, "/health/ready": ready, "/health": ready}
         self._server: asyncio.Server | None = None
 
@@ -43,7 +50,7 @@ class StatusServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _READ_SECONDS)
-            status, kind, body = self._page(head)
+            status, kind, body = await self._page(head)
             writer.write(
                 f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
                 "Connection: close\r\n\r\n".encode()
@@ -55,12 +62,14 @@ class StatusServer:
         finally:
             writer.close()
 
-    def _page(self, head: bytes) -> tuple[str, str, bytes]:
+    async def _page(self, head: bytes) -> tuple[str, str, bytes]:
         words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         path = words[1].split("?")[0] if len(words) == 3 else ""
         if len(words) != 3 or words[0] not in ("GET", "HEAD"):
             return "405 Method Not Allowed", "text/plain", b"GET only\n"
         if path == "/metrics":
+            if self._refresh is not None:
+                await self._refresh()
             return "200 OK", CONTENT_TYPE_LATEST, generate_latest(self._registry)
         if path in self._checks:
             reason = self._checks[path]()

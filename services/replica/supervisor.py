@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 BEGIN_TIMEOUT = 30.0  # seconds for a living child to take up a new incarnation
 STOP_SECONDS = 5.0
+METRICS_SECONDS = 2.0  # for a child to write its metrics when they are looked at
 
 
 class Supervisor:
@@ -78,7 +79,8 @@ class Supervisor:
         self._metrics = ChildMetrics()
         registry = CollectorRegistry()
         registry.register(self._metrics)
-        self._status = StatusServer(registry, self.live, self.ready)
+        self._metrics_came = asyncio.Event()
+        self._status = StatusServer(registry, self.live, self.ready, self._ask_for_metrics)
 
     # ------------------------------------------------------------ asked from outside
 
@@ -211,7 +213,6 @@ class Supervisor:
                         log.warning("no heartbeat: Redis is away (%s: %s)", type(e).__name__, e)
                     self._away = f"Redis is away: {e}"
                     break
-            self._inference.tell({"metrics": True})
             await asyncio.sleep(max(0.0, HEARTBEAT_SECONDS - (time.monotonic() - started)))
 
     async def _beat_one(self, replica: str) -> None:
@@ -270,6 +271,7 @@ class Supervisor:
         self._begun.update(message.get("begun", {}))
         if "metrics" in message:
             self._metrics.text = message["metrics"]
+            self._metrics_came.set()
         if "drained" in message:
             self._drained.add(message["drained"])
         for replica, reason in message.get("drain", {}).items():
@@ -279,6 +281,18 @@ class Supervisor:
             else:
                 self._retiring.add(replica)
         self._changed.set()
+
+    async def _ask_for_metrics(self) -> None:
+        """Let the child write its metrics: ms of its event loop, so only when somebody looks."""
+        if not (self._inference.alive and self._ready.is_set()):
+            return
+        self._metrics_came.clear()
+        self._inference.tell({"metrics": True})
+        try:
+            await asyncio.wait_for(self._metrics_came.wait(), METRICS_SECONDS)
+        except TimeoutError:
+            log.warning("no metrics from the inference process in %.0f s", METRICS_SECONDS)
+            self._metrics.text = ""
 
     async def _train(self) -> None:
         assert self._trainer is not None

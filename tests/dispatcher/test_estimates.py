@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from services.dispatcher.policies.base import StepSeen
-from services.dispatcher.policies.parts.fit import CHUNK, NEEDED, StepFit
+from services.dispatcher.policies.parts.fit import CHUNK, FEW, NEEDED, StepFit
 from services.dispatcher.policies.parts.lengths import KNOWN, REFRESH, WINDOW, Lengths
 from services.dispatcher.policies.parts.path import REMEMBERED, PathLag
 from services.dispatcher.policies.parts.path import WINDOW as PATH_WINDOW
@@ -231,7 +231,7 @@ def test_exact_reports_give_the_exact_coefficients() -> None:
     assert pooled.alpha0 == pytest.approx(TRUE.alpha0, rel=2e-3)
 
 
-def test_nothing_is_said_before_twenty_reports() -> None:
+def test_nothing_is_said_before_there_are_two_reports_for_each_coefficient() -> None:
     fit = StepFit()
     for report in REPORTS[: int(NEEDED) - 1]:
         fit.learn(report)
@@ -240,6 +240,24 @@ def test_nothing_is_said_before_twenty_reports() -> None:
     assert fit.model("r") is not None
     assert fit.pooled() is not None
     assert fit.changed(9) == ["r"]
+
+
+def test_a_fit_is_news_when_the_reports_have_doubled_while_they_are_few() -> None:
+    fit = StepFit()
+    for report in REPORTS[: int(NEEDED) - 1]:
+        fit.learn(report)
+        assert not fit.grown()
+    fit.learn(REPORTS[-1])
+    assert fit.grown()
+    fit.pooled()
+    for _ in range(int(NEEDED) - 1):
+        fit.learn(REPORTS[0])
+        assert not fit.grown()
+    fit.learn(REPORTS[0])
+    assert fit.grown()
+    while fit._all.count < FEW:
+        fit.learn(REPORTS[0])
+    assert not fit.grown()
 
 
 def test_reports_of_nothing_are_left_out() -> None:

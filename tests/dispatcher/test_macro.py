@@ -193,6 +193,23 @@ def test_replicas_without_coefficients_take_those_of_their_steps_and_the_new_the
     assert policy.lanes["new"].alpha0 == pytest.approx(0.06, rel=0.25)
 
 
+def test_the_first_coefficients_do_not_wait_for_the_next_second() -> None:
+    """In its first second a policy that knows no times places a burst like round robin."""
+    policy = Collm()
+    told(policy, view("a"), view("b"))
+    policy.macro.cycle(policy, 0.0)
+    for step in steps("a", int(NEEDED) - 1):
+        policy.on_step(step, 0.1)
+    policy.macro.cycle(policy, 0.1)
+    assert policy.lanes["a"].latency is None
+    for step in steps("a", int(NEEDED)):
+        policy.on_step(step, 0.1)
+    policy.macro.cycle(policy, 0.1)
+    for name in ("a", "b"):
+        assert policy.lanes[name].alpha0 == pytest.approx(0.02, rel=0.05)
+    assert policy.macro.next_cycle == 1.0
+
+
 def test_kinds_of_replicas_are_forgotten_when_they_are_many_more_than_the_replicas() -> None:
     policy = cluster(known("a"), known("b"))
     for n in range(200):

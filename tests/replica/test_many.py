@@ -64,18 +64,25 @@ async def test_metrics_and_health_tell_of_every_replica(
         await cluster.release(generate("a", tokens=5), replica=IDS[0])
         await cluster.finish("a")
 
-        async def counted() -> bool:
-            url = f"http://127.0.0.1:{port}/metrics"
-            text = await _get(url)
-            samples = {
+        async def samples() -> dict[tuple[str, str | None], float]:
+            text = await _get(f"http://127.0.0.1:{port}/metrics")
+            return {
                 (s.name, s.labels.get("engine")): s.value
                 for family in text_string_to_metric_families(text)
                 for s in family.samples
             }
-            idle = samples.get(("collm_num_requests_running", IDS[1])) == 0
-            return idle and samples.get(("collm_generation_tokens_total", IDS[0])) == 5
+
+        async def counted() -> bool:
+            found = await samples()
+            idle = found.get(("collm_num_requests_running", IDS[1])) == 0
+            return idle and found.get(("collm_generation_tokens_total", IDS[0])) == 5
 
         await until(counted, "five tokens counted")
+        for more in range(1, 6):
+            await cluster.release(generate(f"more-{more}", tokens=5), replica=IDS[0])
+            await cluster.finish(f"more-{more}")
+            found = await samples()
+            assert found["collm_generation_tokens_total", IDS[0]] == 5 + 5 * more, "as of now"
         assert json.loads(await _get(f"http://127.0.0.1:{port}/health/live")) == {"status": "ok"}
         assert json.loads(await _get(f"http://127.0.0.1:{port}/health/ready")) == {"status": "ok"}
 

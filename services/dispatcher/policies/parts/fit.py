@@ -21,7 +21,8 @@ Matrix = NDArray[np.float64]
 FEATURES = 5
 FORGET = 0.998  # weight of a report when the next one comes
 POOL_WEIGHT = 0.05  # of all replicas' reports beside a replica's own
-NEEDED = 20.0  # reports before anything is said
+NEEDED = 10.0  # reports before anything is said: two for each coefficient
+FEW = 1000.0  # reports; with more, a fit is no longer news
 CHUNK = 512.0  # prompt tokens that one step takes at most, as far as the counting of steps goes
 
 
@@ -70,6 +71,11 @@ class StepFit:
         for replica in taken:
             del self._changed[replica]
         return taken
+
+    def grown(self) -> bool:
+        """Whether there are twice as many reports as at the last fit: while few, that is news."""
+        count = self._all.count
+        return count >= max(NEEDED, 2 * (self._pooled[0] if self._pooled else 0.0)) and count < FEW
 
     def pooled(self) -> LatencyModel | None:
         """Coefficients of a replica that has reported nothing yet: what all of them showed."""

@@ -93,11 +93,13 @@ class Macro:
     # ------------------------------------------------------------ the cycle
 
     def cycle(self, policy: Collm, now: float) -> list[Action]:
-        if now < self.next_cycle and not self.replicas_changed:
+        if now < self.next_cycle and not self.replicas_changed and not policy.fit.grown():
             return []
         if now >= self.next_cycle:
             self.rate.tick(now)
             self.next_cycle = now + CYCLE_SECONDS
+            self._refit(policy)
+        elif policy.fit.grown():
             self._refit(policy)
         self.replicas_changed = False
         self._choose_typical(policy)
