@@ -50,6 +50,7 @@ _PER_ENTRY = str(2 * len(FIELDS))
 CONTROL_MAXLEN = 100_000
 
 Argument = str | bytes
+Attempt = tuple[str, int]  # request id, attempt
 _Group = tuple[list[Choice], list[Argument]]  # an answer's choices, and what is sent of them
 
 
@@ -73,6 +74,8 @@ class Outbox:
         self._again: dict[str, list[Generate]] = {}  # model -> continuations
         self._cancels: list[tuple[str, str]] = []  # model, request id
         self._unsent_cancels: list[tuple[str, str]] = []  # Redis was away; safe to repeat
+        self._unsent: set[Attempt] = set()  # in _new and _again
+        self._going: set[Attempt] = set()  # in the round trip that is under way
         self._event = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -85,11 +88,13 @@ class Outbox:
         arguments: list[Argument] = [str(len(choices))]
         for choice in choices:
             arguments.extend(request_values(choice.request))
+        self._unsent.update(_attempt(choice.request) for choice in choices)
         self._new.setdefault(choices[0].request.model, []).append((choices, arguments))
         self._wake()
 
     def resubmit(self, request: Generate) -> None:
         """Queue a continuation; the queue's limit does not hold for it."""
+        self._unsent.add(_attempt(request))
         self._again.setdefault(request.model, []).append(request)
         self._wake()
 
@@ -103,6 +108,10 @@ class Outbox:
             self._cancels.extend(self._unsent_cancels)
             self._unsent_cancels.clear()
             self._wake()
+
+    def unsent(self) -> frozenset[Attempt]:
+        """What is here still or on its way right now: in no stream yet, and not lost."""
+        return frozenset(self._unsent | self._going)
 
     def _wake(self) -> None:
         self._idle.clear()
@@ -124,6 +133,7 @@ class Outbox:
         new, self._new = self._new, {}
         again, self._again = self._again, {}
         cancels, self._cancels = self._cancels, []
+        self._going, self._unsent = self._unsent, set()
         pipe = self._redis.pipeline(transaction=False)
         for model, groups in new.items():
             arguments = [argument for _, own in groups for argument in own]
@@ -143,6 +153,8 @@ class Outbox:
             self._unsent_cancels.extend(cancels)
             self._on_unknown()
             return
+        finally:
+            self._going = set()
         self._settle(new, results)
 
     def _settle(self, new: dict[str, list[_Group]], results: list[Any]) -> None:
@@ -168,6 +180,10 @@ class Outbox:
         if isinstance(error, TRANSIENT):  # loading its file
             return unavailable("Redis is starting", self._retry_after)
         return ApiError(500, "the request could not be queued", type="server_error")
+
+
+def _attempt(request: Generate) -> Attempt:
+    return request.id, request.attempt
 
 
 def _continuations(requests: list[Generate]) -> list[Argument]:

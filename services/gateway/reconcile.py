@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -16,6 +16,7 @@ from redis.exceptions import ResponseError
 from services.gateway.answer import Choice
 from services.gateway.desk import Desk
 from services.gateway.inbox import Inbox, stream_id
+from services.gateway.outbox import Attempt
 from shared import names
 from shared.messages import BODY, Batch, DecodeError, Generate, decode
 from shared.redis_client import TRANSIENT, Backoff
@@ -25,8 +26,6 @@ log = logging.getLogger(__name__)
 PAGE = 500
 CATCH_UP_SECONDS = 5.0
 STALE_CHECK_SECONDS = 5.0
-
-Attempt = tuple[str, int]  # request id, attempt
 
 
 class Reconciler:
@@ -40,11 +39,13 @@ class Reconciler:
         inbox: Inbox,
         clock: Callable[[], float],
         *,
+        unsent: Callable[[], Iterable[Attempt]],
         stale_after: float,
     ) -> None:
+        """``unsent``: requests that have not gone out yet."""
         self._redis, self._gateway = redis, gateway
         self._desk, self._inbox, self._clock = desk, inbox, clock
-        self._stale_after = stale_after
+        self._unsent, self._stale_after = unsent, stale_after
         self._wanted = asyncio.Event()
 
     def request(self) -> None:
@@ -89,7 +90,7 @@ class Reconciler:
     ) -> list[tuple[Choice, int, int]]:
         if not suspects:
             return []
-        held: set[Attempt] = set()
+        held: set[Attempt] = set(self._unsent())
         for model in sorted({c.request.model for c, _, _ in suspects}):
             held |= await self._queued(model)
         for raw in sorted(await self._redis.smembers(names.REPLICAS)):

@@ -88,6 +88,7 @@ class Gateway:
             self.desk,
             self.inbox,
             self.clock,
+            unsent=self.outbox.unsent,
             stale_after=settings.stale_after,
         )
         self.access = Access(settings.api_keys_file)

@@ -194,6 +194,29 @@ async def test_a_request_that_waits_in_its_stream_is_not_sent_twice(served: Serv
     assert len(served.answerer.seen) == 1
 
 
+async def test_a_request_that_has_not_gone_out_yet_is_not_sent_twice(served: Served, monkeypatch):
+    """Redis answers slowly: nothing is in the stream yet when the gateway looks there."""
+    outbox, may_go, asked = served.gateway.outbox, asyncio.Event(), asyncio.Event()
+    flush = outbox._flush
+
+    async def slowly() -> None:
+        asked.set()
+        await may_go.wait()
+        await flush()
+
+    monkeypatch.setattr(outbox, "_flush", slowly)
+    asking = asyncio.create_task(served.chat())
+    await asked.wait()
+    ((id, attempt),) = outbox.unsent()
+    assert attempt == 1
+    await served.gateway.reconciler._reconcile(True)
+    assert outbox.unsent() == {(id, 1)}
+    may_go.set()
+    assert (await asking).status_code == 200
+    assert outbox.unsent() == frozenset()
+    assert [g.attempt for g in served.answerer.seen] == [1]
+
+
 @pytest.fixture
 def own_redis(tmp_path: Path):
     server = RedisServer(tmp_path / "redis")
