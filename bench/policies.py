@@ -30,7 +30,8 @@ from sim.replica import Batching
 
 POLICIES = ("round_robin", "least_loaded", "peft", "shepherd", "dlora", "split", "collm")
 KEYS = {
-    "goodput": "goodput_tokens_per_s",
+    "goodput": "active_goodput_tokens_per_s",
+    "goodput_to_the_last_answer": "goodput_tokens_per_s",
     "q_goodput": "q_goodput",
     "attainment": "slo_attainment",
     "ttft_p50_ms": "p50_ttft_ms",
@@ -214,7 +215,7 @@ def row(cluster: str, run: Run, result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+def ratios(rows: Sequence[dict[str, Any]], key: str = "goodput") -> dict[str, float]:
     """collm's mean goodput over the best baseline's, for each cluster, trace and load.
 
     Policies that refuse are compared with each other, those that don't likewise.
@@ -225,7 +226,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         mean: dict[str, float] = {}
         for policy in {r["policy"] for r in rows if r["policy"].endswith("+shed") == bool(shed)}:
             goods = [
-                r["goodput"]
+                r[key]
                 for r in rows
                 if (r["cluster"], r["trace"], r["load"], r["policy"])
                 == (cluster, trace, load, policy)
@@ -297,6 +298,9 @@ def main() -> None:
                 "bench": "policies",
                 "runs": rows,
                 "best_baseline_ratio": ratios(rows),
+                "best_baseline_ratio_to_the_last_answer": ratios(
+                    rows, "goodput_to_the_last_answer"
+                ),
                 "rate_scale_at_4x": at_four,
                 "slos": {name: known[name].slos for name in o.clusters},
                 "seconds": o.seconds,

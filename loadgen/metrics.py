@@ -80,7 +80,10 @@ def slo_of(slos: Slos, tag: str) -> Slo:
 def summarise(outcomes: Sequence[Outcome], duration: float, slos: Slos) -> dict[str, Any]:
     """The result's numbers over ``duration`` seconds; None where nothing was measured.
 
-    completed + failed + shed = offered, always.
+    completed + failed + shed = offered, always. ``goodput_tokens_per_s`` counts the seconds to the
+    last answer, ``active_goodput_tokens_per_s`` those to the last arrival or answer in time
+    (``active_duration``), as the simulator does: who leaves late answers to the end, when nobody
+    else waits, pays nothing for the length of that tail.
     """
     done = [o for o in outcomes if o.ok]
     good = [o for o in done if o.met(slo_of(slos, o.tag))]
@@ -88,6 +91,8 @@ def summarise(outcomes: Sequence[Outcome], duration: float, slos: Slos) -> dict[
     tokens_in = sum(o.input_tokens for o in done)
     tokens_out = sum(o.output_tokens for o in done)
     seconds = max(duration, 1e-9)
+    active = max([*(o.sent for o in outcomes), *(o.finished for o in good)], default=0.0)
+    tokens_good = sum(o.output_tokens for o in good)
     result: dict[str, Any] = {
         "duration": duration,
         "offered": len(outcomes),
@@ -100,7 +105,9 @@ def summarise(outcomes: Sequence[Outcome], duration: float, slos: Slos) -> dict[
         "request_goodput": len(good) / seconds,
         "output_throughput": tokens_out / seconds,
         "total_token_throughput": (tokens_in + tokens_out) / seconds,
-        "goodput_tokens_per_s": sum(o.output_tokens for o in good) / seconds,
+        "goodput_tokens_per_s": tokens_good / seconds,
+        "active_duration": active,
+        "active_goodput_tokens_per_s": tokens_good / max(active, 1e-9),
         "slo_attainment": len(good) / len(outcomes) if outcomes else None,
         "q_goodput": None,
         "quality_coverage": None,

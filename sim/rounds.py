@@ -256,9 +256,7 @@ class Rounds:
         for name in session.clients:
             session.losses.setdefault(name, []).append(after)
             progress = session.progress.get(name, Progress(noise_scale=self._options.noise_scale))
-            session.progress[name] = progress.updated(
-                (before - after) / steps, self._options.noise_scale
-            )
+            session.progress[name] = progress.updated((before - after) / steps)
 
     def leave(self, name: str) -> None:
         """A client serves again; the others go on without it."""

@@ -16,26 +16,23 @@ from shared.rounds import GradientNoise
 
 ACCUMULATION = 8
 LEAST_LOSS_REDUCTION = 1e-4
-LEAST_NOISE = 1e-12
 MOST_NOISE = 1e4  # in samples; beyond it the gradient was not told apart from its noise
 NOISE_MEMORY = 48  # optimiser steps, over all clients, after which older ones fade
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client's last round told about its learning, smoothed over rounds."""
+    """What is known of a client's learning."""
 
-    loss_reduction: float = LEAST_LOSS_REDUCTION  # mean fall of the loss an optimiser step
-    noise_scale: float = 16.0  # in samples
+    loss_reduction: float = LEAST_LOSS_REDUCTION  # mean fall an optimiser step, smoothed
+    noise_scale: float = 16.0  # in samples; its adapter's
     rounds: int = 0
 
-    def updated(
-        self, loss_reduction: float | None, noise_scale: float | None, keep: float = 0.5
-    ) -> Progress:
+    def updated(self, loss_reduction: float | None, keep: float = 0.5) -> Progress:
         """With a further round; a value that is missing or not finite changes nothing."""
         keep = keep if self.rounds else 0.0
-        return Progress(
+        return msgspec.structs.replace(
+            self,
             loss_reduction=_loss(self.loss_reduction, loss_reduction, keep),
-            noise_scale=_noise(self.noise_scale, noise_scale, keep),
             rounds=self.rounds + 1,
         )
 
@@ -71,15 +68,6 @@ def _loss(old: float, new: float | None, keep: float) -> float:
     if new is None or not math.isfinite(new):
         return old
     return keep * old + (1 - keep) * max(new, LEAST_LOSS_REDUCTION)
-
-
-def _noise(old: float, new: float | None, keep: float) -> float:
-    """A quotient of two estimates: smoothed by its logarithm, or one round in which the
-    gradient came out near 0 would stand for all later ones."""
-    if new is None or not math.isfinite(new) or new > MOST_NOISE:
-        return old
-    found: float = old**keep * max(new, LEAST_NOISE) ** (1 - keep)
-    return found
 
 
 def efficiency(B: int, B0: int, progress: Progress, accumulation: int = ACCUMULATION) -> float:

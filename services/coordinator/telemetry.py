@@ -92,7 +92,7 @@ class Telemetry:
     ) -> None:
         """A client's part of a round."""
         old = self._progress.get(replica, Progress())
-        self._progress[replica] = old.updated(loss_reduction, None)
+        self._progress[replica] = old.updated(loss_reduction)
         _put(self._noise, adapter, pooled(self._noise.get(adapter), noise))
 
     def progress(self, adapter: str, replica: str) -> Progress:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,26 +103,10 @@ def test_efficiency_is_one_loss_reduction_at_the_starting_batch_and_falls_with_s
     assert efficiency(8, 4, progress) == pytest.approx(0.01 * (32 + 32) / (32 + 64))
 
 
-def test_progress_ignores_what_is_not_finite_and_smooths_the_rest() -> None:
-    first = Progress().updated(0.02, 64.0)
-    assert (first.loss_reduction, first.noise_scale) == (0.02, 64.0)
-    same = first.updated(math.nan, math.inf)
-    assert (same.loss_reduction, same.noise_scale) == (0.02, 64.0)
-    assert first.updated(-1.0, None).loss_reduction == pytest.approx(0.5 * 0.02 + 0.5e-4)
-
-
 def test_the_first_round_observes_the_serving_side_with_and_without_training() -> None:
     assert cycle(4, 16) == (4, 0, 8)
     assert cycle(4, 6) == (4, 0, 6)
     assert cycle(4, 16, rests=False) == (4, 8)  # serving alone is known already
-
-
-def test_a_round_whose_gradient_was_lost_in_noise_does_not_stand_for_all_later_ones() -> None:
-    known = Progress().updated(0.01, 20.0)
-    assert known.updated(0.01, 1e13).noise_scale == 20.0  # |G|^2 came out at 0
-    once = known.updated(0.01, 2000.0)
-    assert once.noise_scale == pytest.approx(200.0)  # by the logarithm
-    assert once.updated(0.01, 20.0).noise_scale < 65
 
 
 def test_efficiency_counts_the_micro_batches_that_a_step_really_has() -> None:

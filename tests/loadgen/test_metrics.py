@@ -51,6 +51,20 @@ def test_goodput_counts_only_answers_that_meet_every_limit() -> None:
     assert result["slo_attainment"] == 0.5
 
 
+def test_a_tail_of_late_answers_does_not_count_as_time_of_good_ones() -> None:
+    limit = {"": Slo(e2e_ms=2000)}
+    late = answered(1, sent=3.0, finished=40.0)
+    result = summarise([answered(0), late], 40.0, limit)
+    assert result["active_duration"] == pytest.approx(3.0), "its arrival counts"
+    assert result["active_goodput_tokens_per_s"] == pytest.approx(11 / 3)
+    assert result["goodput_tokens_per_s"] == pytest.approx(11 / 40)
+    good = answered(2, sent=3.5, finished=5.0)
+    result = summarise([answered(0), late, good], 40.0, limit)
+    assert result["active_duration"] == pytest.approx(5.0)
+    assert result["active_goodput_tokens_per_s"] == pytest.approx(22 / 5)
+    assert summarise([], 1.0, limit)["active_goodput_tokens_per_s"] == 0.0
+
+
 def test_failed_and_refused_requests_stay_in_the_denominator() -> None:
     outcomes = [
         answered(0),

@@ -34,6 +34,8 @@ MUST_HAVE = {
     "client_lag_p99_ms",
     "median_itl_ms",
     "goodput_tokens_per_s",
+    "active_duration",
+    "active_goodput_tokens_per_s",
     "by_second",
     "mean_itl_ms",
     "max_concurrent_requests",
