@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bench import measured
 from bench.validity import error, slowed, slowed_slo
 from shared import profile, slo
-from shared.messages import StepSample
+from shared.messages import Finished, StepSample
 
 
 def test_a_slowed_profile_takes_as_many_times_as_long(tmp_path: Path) -> None:
@@ -39,6 +40,11 @@ def test_errors_are_relative_except_for_shares() -> None:
     assert error(real, sim, "p99_e2el_ms") is None
 
 
+def test_goodputs_are_compared_over_the_same_seconds() -> None:
+    real = {"goodput_tokens_per_s": 10.0, "active_goodput_tokens_per_s": 20.0}
+    assert error(real, {"goodput_tokens_per_s": 22.0}, "goodput_tokens_per_s") == 0.1
+
+
 def step(time: float, seconds: float, b: int, prompt: int = 0) -> StepSample:
     return StepSample(
         replica=f"r{b % 2}", model="m", incarnation="i", seq=0, time=time, seconds=seconds, b=b,
@@ -58,6 +64,22 @@ def test_a_profile_is_measured_from_steps() -> None:
     assert found.coefficients.pi1 == pytest.approx(0.001, rel=0.1)
     assert 0.01 < found.jitter < 0.05
     assert (found.b_max, found.kv_tokens) == (16, 1000)
+
+
+def test_time_between_two_steps_counts_where_work_went_on() -> None:
+    ended = Finished(id="q", reason="stop", prompt_tokens=1, output_tokens=1, attempt=1)
+    done = msgspec.structs.replace(step(3.0, 0.1, 1), finished=(ended,))
+    made = [
+        step(1.0, 0.10, 1),
+        step(1.25, 0.05, 2),  # another replica: nothing before it
+        step(1.15, 0.10, 1),  # began 50 ms after the first one's end
+        step(1.25, 0.10, 1),  # at once
+        step(2.00, 0.10, 1),  # after a pause
+        done,
+        step(3.15, 0.10, 1),  # the one before had ended: this is an arrival
+    ]
+    seconds = [round(s.seconds, 3) for s in measured.whole(made)]
+    assert seconds == [0.1, 0.05, 0.15, 0.1, 0.1, 0.1, 0.1]
 
 
 def test_a_measured_profile_is_read_as_any_other(tmp_path: Path) -> None:
