@@ -119,8 +119,13 @@ def render(look: Look, watcher: Watcher) -> RenderableType:
 
 def _replicas(look: Look, watcher: Watcher) -> Table:
     table = Table(box=None, pad_edge=False, expand=True)
-    for title in ("replica", "model", "state", "for"):
-        table.add_column(title)
+    # On a narrow screen the model's name gives way, not what tells replicas apart.
+    names = max((len(r.id) for r in look.replicas), default=0)
+    states = max((len(r.state) for r in look.replicas), default=0)
+    table.add_column("replica", no_wrap=True, min_width=names)
+    table.add_column("model", no_wrap=True, overflow="ellipsis")
+    table.add_column("state", no_wrap=True, min_width=states)
+    table.add_column("for")
     for title in ("flight/b", "b*", "B", "KV %", "step ms", "tok/s"):
         table.add_column(title, justify="right")
     table.add_column("adapters")

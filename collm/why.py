@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ from shared.messages import BODY, DecodeError, Finished, StepSample, decode
 from shared.records import ReplicaRecord
 
 PAGE = 500  # entries a read, newest first
+_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # of an answer's id
+_MARK = re.compile(r"-[0-9a-f]{8}(?:[./]|$)")
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,9 +70,12 @@ def _names(event: dict[str, str], name: str) -> bool:
     return any(name in event.get(field, "").split(",") for field in ("clients", "used"))
 
 
-async def request(redis: Redis, request_id: str) -> list[dict[str, str]]:
-    """The releases of a request (each attempt one), oldest first, with their numbers."""
-    found = []
+async def request(redis: Redis, name: str) -> list[dict[str, str]]:
+    """The releases of a request (each attempt one), oldest first, with their numbers.
+
+    ``name``: its id, an answer's ``id``, or the x-request-id that its client gave.
+    """
+    request_id, found = plain_id(name), []
     upper = "+"
     while page := await redis.xrevrange(names.DECISIONS, max=upper, count=PAGE):
         for entry, fields in page:
@@ -115,5 +121,18 @@ def _ends(body: bytes, request_id: str) -> dict[str, tuple[float, Finished]]:
 
 
 def _is(key: str, request_id: str) -> bool:
-    """``key`` is <request id>.<choice>/<attempt>; a shorter id means all below it."""
-    return key == request_id or key.startswith((request_id + ".", request_id + "/"))
+    """``key`` is <request id>.<choice>/<attempt>; a shorter id means all below it.
+
+    The gateway adds a mark to an x-request-id that a client gives: those of all such requests.
+    """
+    if key == request_id or key.startswith((request_id + ".", request_id + "/")):
+        return True
+    rest = key.removeprefix(request_id) if key.startswith(request_id) else ""
+    return _MARK.match(rest) is not None
+
+
+def plain_id(name: str) -> str:
+    """The request id in what a client sees: an answer's ``id`` is that with a prefix."""
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name

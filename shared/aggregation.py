@@ -147,8 +147,8 @@ def aggregate(
     ``state`` is what the previous round's aggregation returned (empty at first); ``options``
     are the strategy's numbers, see the functions below.
     """
-    if strategy not in STRATEGIES:
-        raise AggregationError(f"unknown strategy {strategy!r}; known: {', '.join(STRATEGIES)}")
+    if strategy not in BY_NAME:
+        raise AggregationError(f"unknown strategy {strategy!r}; known: {', '.join(BY_NAME)}")
     rejected, good = {}, []
     for update in sorted(updates, key=lambda u: u.client):
         reason = refusal(update, target, strategy)
@@ -159,7 +159,7 @@ def aggregate(
     if not good:
         reasons = "; ".join(f"{client}: {reason}" for client, reason in rejected.items())
         raise AggregationError(f"no usable update ({reasons or 'none came'})")
-    tensors, new_state = STRATEGIES[strategy](good, target, state or {}, options or {})
+    tensors, new_state = BY_NAME[strategy](good, target, state or {}, options or {})
     if not all(np.isfinite(t).all() for t in tensors.values()):
         raise AggregationError(f"{strategy} produced NaN or infinity")
     averaged = fedavg(good, target, {}, {})[0] if strategy == "fedadam" else tensors
@@ -268,7 +268,7 @@ def flexlora(
     return out, {}
 
 
-STRATEGIES: dict[str, Strategy] = {
+BY_NAME: dict[str, Strategy] = {
     "fedavg": fedavg,
     "fedprox": fedavg,
     "fedadam": fedadam,

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from collm.console import err, fail, tell
 from loadgen import trace
-from services.dispatcher.policies.registry import UnknownPolicy
+from services.dispatcher.policies.registry import POLICIES, UnknownPolicy
 from shared import slo
 from shared.profile import ProfileError
 from sim import report, what_if
@@ -31,6 +31,7 @@ BAD_INPUT = (
     trace.TraceError,
     ValueError,
 )
+POLICY_HELP = f"Dispatch policy: {', '.join(sorted(POLICIES))}, or module:Class of your own"
 WHAT_IF_REQUESTS = 8_000  # requests of each trial of a what-if, unless --limit says otherwise
 
 
@@ -42,7 +43,7 @@ def register(app: typer.Typer) -> None:
 def simulate(
     profile: Annotated[str, Option(help="Hardware profile: a name or a YAML file")] = "h20-8b",
     replicas: Annotated[int, Option(help="Replicas of the cluster")] = 16,
-    policy: Annotated[str, Option(help="Dispatch policy")] = "collm",
+    policy: Annotated[str, Option(help=POLICY_HELP)] = "collm",
     traces: Annotated[
         list[str] | None, Option("--trace", metavar="[TAG=]CSV", help="Azure trace; repeatable")
     ] = None,

@@ -15,6 +15,7 @@ from collm.console import fail, out
 from collm.where import DataOption, RedisOption, redis_errors, redis_url
 from shared.redis_client import connect
 
+NAME_HELP = "Id of a replica (replica-2) or of an answer, or a request's x-request-id"
 HIDDEN = ("id", "kind", "time", "replica")
 
 
@@ -23,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
 
 def why(
-    name: Annotated[str, typer.Argument(help="Id of a replica (replica-2) or of a request")],
+    name: Annotated[str, typer.Argument(help=NAME_HELP)],
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="How many events")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line")] = False,
     redis: RedisOption = None,

@@ -131,7 +131,11 @@ async def take(gateway: Gateway, told: FeedbackRequest, who: Principal) -> dict[
     """
     own = gateway.settings.tenants.get(who.tenant)
     if own is None or not own.feedback_adapter:
-        raise ApiError(403, "this tenant keeps no feedback", type="permission_error")
+        message = (
+            f"tenant {who.tenant!r} keeps no feedback; the operator names an adapter for it in "
+            f"gateway.tenants.{who.tenant}.feedback_adapter"
+        )
+        raise ApiError(403, message, type="permission_error")
     if told.rating is None and told.corrected is None:
         raise bad_value("rating", "a rating or a corrected answer is required")
     if told.corrected is not None and not 1 <= len(told.corrected) <= LONGEST:

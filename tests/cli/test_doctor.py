@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -131,3 +132,26 @@ async def test_top_shows_replicas_rates_and_adapters(
     assert "3/8" in out
     assert "75" in out, "KV memory used, per cent"
     assert "r3" in out
+
+
+async def test_top_tells_replicas_apart_on_a_narrow_screen(
+    redis: Redis, redis_server: RedisServer
+) -> None:
+    from rich.console import Console
+
+    from collm.top import Watcher, render
+
+    for name in ("replica-10", "replica-11"):
+        record = ReplicaRecord(
+            id=name,
+            model="SmolLM2-135M-Instruct",
+            state="combined",
+            adapters={"support": "r12", "law": "r3"},
+        )
+        await redis.sadd(names.REPLICAS, name)
+        await redis.hset(names.replica(name), mapping=record.to_hash())
+    watcher = Watcher(redis)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render(await watcher.look(), watcher))
+    text = console.export_text()
+    assert all(word in text for word in ("replica-10", "replica-11", "combined"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from services.dispatcher.policies.base import Policy, Request
@@ -19,12 +22,24 @@ def test_each_known_policy_has_the_whole_interface(name: str) -> None:
         ("nobody", "known: collm, dlora"),
         ("no_such_module:Policy", "No module named 'no_such_module'"),
         ("examples.shortest_first:Nobody", "no attribute 'Nobody'"),
-        ("builtins:dict", "lacks a method"),
+        ("builtins:dict", "lacks, of base.Policy: on_arrival, on_cancel, .*decide"),
     ],
 )
 def test_a_name_that_leads_to_no_policy_is_told(name: str, said: str) -> None:
     with pytest.raises(UnknownPolicy, match=said):
         create(name)
+
+
+def test_a_policy_is_found_in_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``collm`` is started: the folder of the program is on the path, not the working one."""
+    (tmp_path / "my_own_policy.py").write_text(
+        "from services.dispatcher.policies.round_robin import RoundRobin as Mine\n"
+    )
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    monkeypatch.chdir(tmp_path)
+    assert create("my_own_policy:Mine").name == "round_robin"
 
 
 def test_a_policy_from_elsewhere_takes_its_options() -> None:

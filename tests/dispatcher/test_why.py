@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import orjson
+import pytest
 from redis.asyncio import Redis
 
 from collm import why
@@ -29,3 +30,19 @@ async def test_a_requests_decision_can_be_read_with_predicted_and_actual_times(
     assert "predicted:q.0/1" in numbers
     assert "4 tokens, length" in release["ended:q.0/1"]
     assert await why.request(redis, "unknown") == []
+    assert await why.request(redis, "chatcmpl-q") == [release], "as the answer names it"
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "same"),
+    [
+        ("q.0/1", "q", True),
+        ("ticket-9-666e90e0.0/1", "ticket-9", True),
+        ("ticket-9-666e90e0.0/1", "ticket-9-666e90e0", True),
+        ("ticket-9-666e90e0.0/1", "ticket", False),
+        ("ticket-90-666e90e0.0/1", "ticket-9", False),
+        ("ticket-9-nothexad.0/1", "ticket-9", False),
+    ],
+)
+def test_a_request_is_known_by_the_id_its_client_gave(key: str, asked: str, same: bool) -> None:
+    assert why._is(key, asked) is same

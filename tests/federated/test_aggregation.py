@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared import rounds
 from shared.aggregation import (
-    STRATEGIES,
+    BY_NAME,
     AggregationError,
     ClientUpdate,
     Target,
@@ -86,7 +87,11 @@ def test_one_client_in_is_the_same_client_out_to_the_last_bit(strategy: str) -> 
     assert result.error < 1e-6
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_every_strategy_that_may_be_asked_for_is_there() -> None:
+    assert tuple(BY_NAME) == rounds.STRATEGIES
+
+
+@pytest.mark.parametrize("strategy", list(BY_NAME))
 def test_the_order_of_the_clients_changes_no_bit(strategy: str) -> None:
     rng = np.random.default_rng(3)
     goal = target(rng)

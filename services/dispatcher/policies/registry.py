@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from services.dispatcher.policies.base import Policy
@@ -40,13 +42,23 @@ def create(name: str, **options: Any) -> Policy:
         made = maker(**options)
     except TypeError as e:
         raise UnknownPolicy(f"dispatch policy {name!r}: {e}") from e
-    if not isinstance(made, Policy):
-        raise UnknownPolicy(f"dispatch policy {name!r}: it lacks a method of base.Policy")
+    lacking = [m for m in _methods() if not callable(getattr(made, m, None))]
+    if lacking or not isinstance(made, Policy):
+        missing = ", ".join(lacking) or "name"
+        raise UnknownPolicy(f"dispatch policy {name!r} lacks, of base.Policy: {missing}")
     return made
 
 
+def _methods() -> list[str]:
+    return [name for name, value in vars(Policy).items() if callable(value) and name[0] != "_"]
+
+
 def _foreign(name: str) -> Callable[..., Policy]:
+    """Found like a module of ``python -m``: in the working folder, too."""
     module, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
     try:
         found: Callable[..., Policy] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as e:
