@@ -32,12 +32,24 @@ class Histogram:
         return self.total / self.number if self.number else None
 
     def percentile(self, share: float) -> float | None:
-        """The value below which ``share`` (0 to 1) of the values lie; None when empty."""
+        """The value below which ``share`` (0 to 1) of the values lie; None when empty.
+
+        Between two values it is interpolated, as numpy and so the load generator do: of a hundred
+        values the 99th percentile is not the largest.
+        """
         if not self.number:
             return None
-        wanted, seen = share * self.number, 0
+        position = share * (self.number - 1)
+        rank = int(position)
+        lower = self._value(rank)
+        upper = lower if rank == position else self._value(rank + 1)
+        return lower + (position - rank) * (upper - lower)
+
+    def _value(self, rank: int) -> float:
+        """The value of this rank, the smallest has 0."""
+        seen = 0
         for k, count in enumerate(self.counts):
             seen += count
-            if seen >= wanted and count:
+            if seen > rank:
                 return LOWEST * math.exp((k - 0.5) / STEPS) if k else LOWEST
-        return None
+        raise IndexError(f"rank {rank} of {self.number} values")
