@@ -99,7 +99,8 @@ def cpu_cluster(model: str, replicas: int, limit_ms: float) -> Cluster:
     return Cluster(
         name="cpu",
         arguments=("--model", model, "--replicas", str(replicas), "--no-train"),
-        environment={"OMP_NUM_THREADS": "1"},
+        # Its kernels' threads as well: by default a replica takes all that the host has.
+        environment={"OMP_NUM_THREADS": "1", "COLLM_REPLICA_THREADS": "1"},
         slos={trace: (f"e2el:{limit_ms:.0f}",) for trace in ("code", "conv")},
         scales=("--prompt-scale", "0.05", "--output-scale", "0.25", "--max-output", "64"),
     )

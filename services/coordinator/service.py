@@ -157,13 +157,14 @@ class Desk:
             demands = {
                 base: await context.demand(base) for base in {r.model for r in live.values()}
             }
+            now = context.now()
             for record in live.values():
-                await self._publish_fit(record, demands[record.model])
+                await self._publish_fit(record, demands[record.model], now)
 
-    async def _publish_fit(self, record: ReplicaRecord, demand: Demand) -> None:
+    async def _publish_fit(self, record: ReplicaRecord, demand: Demand, now: float) -> None:
         """Coefficients and, for a replica that no session configures, b* in its present state."""
         context, name = self._context, record.id
-        planes = context.telemetry.planes(name, context.now())
+        planes = context.telemetry.planes(name, now)
         model = planes.model()
         if model is None or planes.decode is None:
             return

@@ -50,6 +50,8 @@ class Telemetry:
         self._usual_B = float(usual_B)  # stands for B while serving beside training is unseen
         self._windows: dict[str, _Windows] = {}
         self._hardware: dict[str, str] = {}
+        self._version = 0  # of the samples
+        self._fitted: dict[tuple[str, str], tuple[int, Planes]] = {}  # by pool
         self._progress: dict[str, Progress] = {}
         self._noise: dict[str, GradientNoise | None] = {}  # of an adapter, over its clients
         self._round_costs: dict[str, float] = {}  # of an adapter: seconds that are not training
@@ -58,9 +60,13 @@ class Telemetry:
 
     def describe(self, replica: str, hardware: str) -> None:
         """Say what a replica runs on (host, engine, model, threads): equal ones pool."""
-        self._hardware[replica] = hardware
+        if self._hardware.get(replica) != hardware:
+            self._hardware[replica] = hardware
+            self._version += 1
 
     def forget(self, replica: str) -> None:
+        self._version += 1
+        self._fitted.pop(self._pool(replica), None)
         for book in (self._windows, self._hardware, self._progress):
             book.pop(replica, None)
 
@@ -71,6 +77,7 @@ class Telemetry:
         if per_step < SHORT or sample.b <= 0:
             return
         windows = self._windows.setdefault(sample.replica, _Windows())
+        self._version += 1
         if sample.prefill_tokens == 0:
             windows.decode.add(Sample(sample.time, sample.b, sample.B, per_step))
             return
@@ -85,6 +92,7 @@ class Telemetry:
     def train(self, sample: TrainSample) -> None:
         """One optimiser step: its mean micro-step, and what it says about learning."""
         windows = self._windows.setdefault(sample.replica, _Windows())
+        self._version += 1
         windows.train.add(Sample(sample.time, sample.B, sample.b, sample.micro_seconds))
 
     def client_ended(
@@ -125,13 +133,27 @@ class Telemetry:
         return [self._windows.get(replica) or _Windows(), *others]
 
     def planes(self, replica: str, now: float) -> Planes:
-        """Fits over this replica's samples and those of its like."""
+        """Fits over this replica's samples and those of its like.
+
+        They are its like's as well, so one does for all; and without new samples it stays as it
+        is, since all weights fade alike.
+        """
+        pool = self._pool(replica)
+        known = self._fitted.get(pool)
+        if known is not None and known[0] == self._version:
+            return known[1]
         own, *others = self._like(replica)
-        return Planes(
+        found = Planes(
             decode=own.decode.fit(now, [w.decode for w in others], self._usual_B, shaped=True),
             prefill=own.prefill.fit(now, [w.prefill for w in others], self._usual_B),
             train=own.train.fit(now, [w.train for w in others]),
         )
+        self._fitted[pool] = (self._version, found)
+        return found
+
+    def _pool(self, replica: str) -> tuple[str, str]:
+        hardware = self._hardware.get(replica)
+        return ("replica", replica) if hardware is None else ("hardware", hardware)
 
     def lengths(self, base: str) -> tuple[float, float]:
         """Mean prompt and output tokens of recent requests."""

@@ -135,6 +135,10 @@ class Generation:
         if target is None:
             if name in now.unusable:
                 raise errors.unavailable(f"model {name!r}: {now.unusable[name]}", 30.0)
+            if name in now.replicas:
+                self._metrics.rejected("no_replica")
+                loading = f"model {name!r} is being loaded by {len(now.replicas[name])} replicas"
+                raise errors.unavailable(loading, self._settings.retry_after)
             if name in self._settings.models:
                 raise self._no_replica(name)
             self._metrics.rejected("model_not_found")

@@ -42,6 +42,30 @@ def test_replicas_on_equal_hardware_share_what_they_saw() -> None:
     assert other.alpha1 == pytest.approx(0.2)
 
 
+def test_a_fit_does_for_all_of_its_kind_until_something_new_is_seen() -> None:
+    books = Telemetry()
+    for name in ("r0", "r1", "other"):
+        books.describe(name, "host-b" if name == "other" else "host-a")
+        for b in (1, 4):
+            books.step(step(name, b, 0, 0.1 + 0.01 * b))
+    first = books.planes("r0", 1.0)
+    assert books.planes("r1", 2.0) is first, "the same samples"
+    assert books.planes("other", 1.0) is not first
+    books.describe("r0", "host-a")
+    assert books.planes("r0", 3.0) is first, "described as before"
+    books.step(step("r1", 8, 0, 0.5))
+    second = books.planes("r0", 1.0)
+    assert second is not first
+    books.train(train("r1", 2, 0, 0.3))
+    third = books.planes("r0", 1.0)
+    assert (third is not second, third.train is not None) == (True, True)
+    books.describe("r1", "host-b")
+    fourth = books.planes("r0", 1.0)
+    assert fourth.train is None, "it trained on other hardware"
+    books.forget("r1")
+    assert books.planes("r0", 1.0) is not fourth
+
+
 def test_serving_without_training_counts_as_seen_on_replicas_of_the_same_hardware() -> None:
     books = Telemetry()
     books.step(step("r0", 2, 4, 0.2))

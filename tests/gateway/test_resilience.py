@@ -14,6 +14,7 @@ from collm.redis_server import RedisServer
 from services.gateway.settings import GatewaySettings
 from shared import names
 from shared.messages import Lost, StepReply
+from shared.records import ReplicaRecord
 from shared.redis_client import connect
 from tests.gateway.answerer import answering, register, says, tokens_of, until
 from tests.gateway.conftest import MODEL, Served, serve
@@ -158,6 +159,20 @@ async def test_the_hard_time_limit_is_a_504_and_cancels(start):
         assert response.json()["error"]["type"] == "timeout_error"
         await until(lambda: served.answerer.cancelled, "the cancel")
         served.answerer.hold.set()
+
+
+async def test_a_model_that_is_being_loaded_is_not_called_unknown(served: Served, redis):
+    record = ReplicaRecord(id="new-0", model="big", state="starting")
+    await redis.sadd(names.REPLICAS, "new-0")
+    await redis.hset(names.replica("new-0"), mapping=record.to_hash())
+    await redis.set(names.replica_alive("new-0"), "1")
+    asked = CHAT | {"model": "big"}
+    response = await served.http.post("/v1/chat/completions", json=asked)
+    assert response.status_code == 503
+    assert "'big' is being loaded by 1 replicas" in response.json()["error"]["message"]
+    assert float(response.headers["retry-after"]) > 0
+    unknown = await served.http.post("/v1/chat/completions", json=CHAT | {"model": "none"})
+    assert unknown.status_code == 404
 
 
 async def test_a_request_that_no_stream_holds_is_sent_again(start, redis):
