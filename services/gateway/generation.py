@@ -16,6 +16,7 @@ from services.gateway.feedback import Asked
 from services.gateway.forms import KEEP_ALIVE, ChatForm, CompletionForm, Form
 from services.gateway.http import Exchange
 from shared.messages import Generate, Sampling
+from shared.replica_state import State
 
 if TYPE_CHECKING:
     from services.gateway.service import Gateway
@@ -135,9 +136,9 @@ class Generation:
         if target is None:
             if name in now.unusable:
                 raise errors.unavailable(f"model {name!r}: {now.unusable[name]}", 30.0)
-            if name in now.replicas:
+            if State.STARTING in now.replicas.get(name, {}).values():
                 self._metrics.rejected("no_replica")
-                loading = f"model {name!r} is being loaded by {len(now.replicas[name])} replicas"
+                loading = f"model {name!r} is being loaded"
                 raise errors.unavailable(loading, self._settings.retry_after)
             if name in self._settings.models:
                 raise self._no_replica(name)

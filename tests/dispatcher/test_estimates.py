@@ -250,11 +250,13 @@ def test_a_fit_is_news_when_the_reports_have_doubled_while_they_are_few() -> Non
     fit.learn(REPORTS[-1])
     assert fit.grown()
     fit.pooled()
-    for _ in range(int(NEEDED) - 1):
+    for _ in range(int(NEEDED)):
         fit.learn(REPORTS[0])
         assert not fit.grown()
     fit.learn(REPORTS[0])
     assert fit.grown()
+    fit.pooled()
+    assert not fit.grown(), "said once: a decision that finds nothing new fits nothing"
     while fit._all.count < FEW:
         fit.learn(REPORTS[0])
     assert not fit.grown()

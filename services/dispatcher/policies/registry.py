@@ -58,7 +58,7 @@ def _foreign(name: str) -> Callable[..., Policy]:
     module, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)  # last: a file there must not stand for a library
     try:
         found: Callable[..., Policy] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as e:

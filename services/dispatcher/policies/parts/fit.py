@@ -75,7 +75,9 @@ class StepFit:
     def grown(self) -> bool:
         """Whether there are twice as many reports as at the last fit: while few, that is news."""
         count = self._all.count
-        return count >= max(NEEDED, 2 * (self._pooled[0] if self._pooled else 0.0)) and count < FEW
+        if self._pooled is None:
+            return count >= NEEDED
+        return 2 * self._pooled[0] < count < FEW
 
     def pooled(self) -> LatencyModel | None:
         """Coefficients of a replica that has reported nothing yet: what all of them showed."""
