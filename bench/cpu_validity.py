@@ -15,7 +15,9 @@ from typing import Any
 from bench import measured
 from bench.stack import running
 from bench.validity import compared, replayed, simulated
+from services.replica.settings import ReplicaSettings
 from shared.profile import Profile
+from sim.replica import Batching
 
 SHORTENED = ("--prompt-scale", "0.05", "--output-scale", "0.25", "--max-output", "64")
 B_MAX, KV_TOKENS = 16, 32768
@@ -35,6 +37,7 @@ def validity(o: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     wanted = argparse.Namespace(**{**vars(o), "slo": o.cpu_slo, "replicas": o.cpu_replicas})
     _, profile = real_run(CALIBRATES, max(o.cpu_loads), wanted)
     wanted.profile = measured.write(profile, folder)
+    wanted.batching = Batching(step_seconds=ReplicaSettings.model_fields["step_seconds"].default)
     print(f"measured: {profile.coefficients}, jitter {profile.jitter}", file=sys.stderr, flush=True)
     found = []
     for load in o.cpu_loads:

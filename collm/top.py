@@ -13,10 +13,11 @@ from rich.text import Text
 
 from collm import cluster
 from shared import names
-from shared.messages import BODY, DecodeError, StepSample, decode_any
+from shared.messages import BODY, DecodeError, StepSample, TrainSample, decode_any
 from shared.records import ReplicaRecord
 
 WINDOW = 10.0  # seconds of samples that rates are taken over
+PAGE = 1000  # entries read at once; as many of the past at the first look
 _STATES = {
     "serving": "green",
     "combined": "magenta",
@@ -43,36 +44,46 @@ class Watcher:
 
     def __init__(self, redis: Redis, window: float = WINDOW) -> None:
         self._redis, self._window = redis, window
-        self._last = "$"
+        self._last = ""
         self._steps: deque[StepSample] = deque()
+        self.training: dict[str, TrainSample] = {}  # replica -> its newest optimiser step
 
     async def look(self) -> Look:
         """Read everything that is shown."""
-        await self._read_steps()
+        await self._read_samples()
         replicas = await cluster.replicas(self._redis)
         raw = await self._redis.xrevrange(names.EVENTS, count=8)
         return Look(
-            time=time.time(),
+            time=await self._now(),
             queues=await cluster.queues(self._redis),
             replicas=replicas,
             events=[{k.decode(): v.decode(errors="replace") for k, v in e.items()} for _, e in raw],
             adapters=await self._adapters(),
         )
 
-    async def _read_steps(self) -> None:
-        if self._last == "$":
-            newest = await self._redis.xrevrange(names.METRICS, count=1)
-            self._last = newest[0][0].decode() if newest else "0-0"
+    async def _read_samples(self) -> None:
+        if not self._last:
+            for entry_id, fields in reversed(
+                await self._redis.xrevrange(names.METRICS, count=PAGE)
+            ):
+                self._last = entry_id.decode()
+                self._take(fields.get(BODY, b""))
+            self._last = self._last or "0-0"
         while True:
-            page = await self._redis.xrange(names.METRICS, min=f"({self._last}", count=1000)
+            page = await self._redis.xrange(names.METRICS, min=f"({self._last}", count=PAGE)
             for entry_id, fields in page:
                 self._last = entry_id.decode()
                 self._take(fields.get(BODY, b""))
-            if len(page) < 1000:
+            if len(page) < PAGE:
                 break
-        newest_time = self._steps[-1].time if self._steps else 0.0
-        while self._steps and self._steps[0].time < newest_time - self._window:
+        oldest = await self._now() - self._window
+        while self._steps and self._steps[0].time < oldest:
             self._steps.popleft()
+
+    async def _now(self) -> float:
+        """Redis seconds, which all that is shown is stamped with."""
+        seconds, micros = await self._redis.time()
+        return float(seconds) + float(micros) / 1e6
 
     def _take(self, body: bytes) -> None:
         try:
@@ -81,6 +92,8 @@ class Watcher:
             return  # its reader proper puts it to the dead letters
         if isinstance(message, StepSample):
             self._steps.append(message)
+        elif isinstance(message, TrainSample):
+            self.training[message.replica] = message
 
     async def _adapters(self) -> list[tuple[str, str, float]]:
         found = []
@@ -112,9 +125,8 @@ def render(look: Look, watcher: Watcher) -> RenderableType:
         (f"{total:.0f} tokens/s", "bold"),
         f"   {running} in flight   {waiting} queued   {len(look.replicas)} replicas",
     )
-    return Group(
-        head, Text(), _replicas(look, watcher), Text(), _streams(look), Text(), *_rest(look)
-    )
+    parts = [head, Text(), _replicas(look, watcher), Text(), *_training(look, watcher)]
+    return Group(*parts, _streams(look), Text(), *_rest(look))
 
 
 def _replicas(look: Look, watcher: Watcher) -> Table:
@@ -145,6 +157,26 @@ def _replicas(look: Look, watcher: Watcher) -> Table:
             " ".join(f"{n}@{v}" for n, v in sorted(r.adapters.items())),
         )
     return table
+
+
+def _training(look: Look, watcher: Watcher) -> list[RenderableType]:
+    """Where the training of each combined replica is: its last optimiser step."""
+    combined = [r for r in look.replicas if r.state == "combined"]
+    if not combined:
+        return []
+    table = Table(
+        *("training", "adapter", "round", "step", "B", "loss", "micro-step s", "waited s", "ago"),
+        box=None, pad_edge=False,
+    )  # fmt: skip
+    for r in combined:
+        s = watcher.training.get(r.id)
+        if s is None or s.time < r.since:
+            table.add_row(r.id, "-", "-", "none yet", style="dim")
+            continue
+        loss = "-" if s.loss is None else f"{s.loss:.3f}"
+        took = (f"{s.micro_seconds:.2f}", f"{s.wait_seconds:.1f}", _age(look.time - s.time))
+        table.add_row(r.id, s.adapter, str(s.round), str(s.step), str(s.B), loss, *took)
+    return [table, Text()]
 
 
 def _streams(look: Look) -> Table:

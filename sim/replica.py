@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 
 import msgspec
 
+from services.replica.engines.torch.pace import beside_decodes
 from shared.profile import Profile
 from sim.job import Job
 from sim.training import Trainer
@@ -28,6 +29,8 @@ class Batching(msgspec.Struct, frozen=True, kw_only=True):
     lora: str = "unmerged"  # or "merged": one adapter at a time, at the base's speed
     max_step_tokens: int = 512
     jitter: bool = True
+    # Longest step with prompts beside decodes, as the torch engine keeps it; None: no such limit.
+    step_seconds: float | None = None
 
 
 class Span:
@@ -198,6 +201,8 @@ class Replica:
     def _chunks(self, decoding: int) -> tuple[list[tuple[Job, int]], int]:
         """Prompt tokens of this iteration, oldest first, within the budget of a step."""
         room = self.profile.kv_tokens if self._static else self.batching.max_step_tokens - decoding
+        if decoding and self.batching.step_seconds is not None:
+            room = min(room, self._beside(decoding, self.batching.step_seconds))
         chunks: list[tuple[Job, int]] = []
         total = 0
         for job in self.prefilling:
@@ -208,6 +213,13 @@ class Replica:
             total += tokens
             chunks.append((job, tokens))
         return chunks, total
+
+    def _beside(self, decoding: int, step_seconds: float) -> int:
+        """Prompt tokens beside decodes for which the step does not become too long."""
+        tpots = (job.request.tpot for _, _, job in self.decoding)
+        limits = [1e3 * tpot for tpot in tpots if tpot is not None]
+        base = self._decode_seconds(decoding, 0)
+        return beside_decodes(base, self.latency.pi1, step_seconds, limits)
 
     # ------------------------------------------------------------ admission
 

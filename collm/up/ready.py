@@ -16,6 +16,7 @@ from collm.where import api_key
 
 Tell = Callable[[str], None]
 POLL_SECONDS = 0.1
+TELL_SECONDS = 10.0  # what has not changed is told again after so long
 SERVING = frozenset({"serving", "idle", "combined"})
 
 
@@ -36,7 +37,8 @@ async def answers(url: str, models: Sequence[str], timeout: float, tell: Tell) -
 
 async def _ask(client: httpx.AsyncClient, model: str, end: float, tell: Tell) -> None:
     request = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
-    seen = "nothing yet"
+    seen, begun = "nothing yet", time.monotonic()
+    told = begun
     while time.monotonic() < end:
         try:
             reply = await client.post("/v1/completions", json=request)
@@ -50,7 +52,10 @@ async def _ask(client: httpx.AsyncClient, model: str, end: float, tell: Tell) ->
             now = f"the gateway says {reply.status_code}: {_message(reply)}"
         if now != seen:
             tell(f"waiting for {model}: {now}")
-            seen = now
+            seen, told = now, time.monotonic()
+        elif time.monotonic() - told > TELL_SECONDS:
+            told = time.monotonic()
+            tell(f"waiting for {model} for {told - begun:.0f} s: {now}")
         await asyncio.sleep(POLL_SECONDS)
     raise NotReady(f"{model} did not answer in time; seen last: {seen}")
 

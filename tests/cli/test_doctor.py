@@ -17,7 +17,7 @@ from collm.cli import build
 from collm.doctor import Level
 from collm.redis_server import RedisServer
 from shared import names
-from shared.messages import BODY, StepSample, encode
+from shared.messages import BODY, StepSample, TrainSample, encode
 from shared.records import ReplicaRecord
 
 run = CliRunner()
@@ -108,30 +108,61 @@ async def test_top_shows_replicas_rates_and_adapters(
     await redis.hset(names.adapter("law"), mapping={"current": "r3", "quality": "0.75"})
     from collm.top import Watcher
 
+    now = (await redis.time())[0]
     watcher = Watcher(redis, window=10.0)
-    await watcher.look()
-    for seq in range(4):
+    for seq, ago in enumerate((30.0, 3.0, 2.0, 1.0, 0.0)):
         sample = StepSample(
             replica="replica-0",
             model="m",
             incarnation="i",
             seq=seq,
-            time=100.0 + seq,
+            time=now - ago,
             seconds=0.02,
             steps=2,
             b=3,
             decode_tokens=50,
         )
         await redis.xadd(names.METRICS, {"kind": "step", BODY: encode(sample)})
+        if seq == 2:
+            await watcher.look()
     await redis.xadd(names.METRICS, {"kind": "step", BODY: b"broken"})
     await watcher.look()
-    assert watcher.rate("replica-0") == 4 * 50 / 10.0
+    assert watcher.rate("replica-0") == 4 * 50 / 10.0, "what is older than the window is left out"
     assert watcher.step("replica-0") == 0.01
     code, out = _collm("top", "--once", "--redis", redis_server.url)
     assert code == 0
+    assert "20 tokens/s" in out, "one look knows the seconds before it"
     assert "3/8" in out
     assert "75" in out, "KV memory used, per cent"
     assert "r3" in out
+    assert "training" not in out
+
+
+async def test_top_shows_how_far_training_is(redis: Redis, redis_server: RedisServer) -> None:
+    now = (await redis.time())[0]
+    for name in ("r0", "r1"):
+        record = ReplicaRecord(id=name, model="m", state="combined", since=now - 60)
+        await redis.sadd(names.REPLICAS, name)
+        await redis.hset(names.replica(name), mapping=record.to_hash())
+    for replica, step, time in (("r0", 3, now - 9), ("r0", 4, now - 5), ("r1", 8, now - 99)):
+        sample = TrainSample(
+            replica=replica,
+            adapter="law",
+            time=time,
+            round=2,
+            step=step,
+            B=1,
+            b=0,
+            micro_seconds=0.75,
+            loss=1.234,
+        )
+        await redis.xadd(names.METRICS, {"kind": "train", BODY: encode(sample)})
+    code, out = _collm("top", "--once", "--redis", redis_server.url)
+    assert code == 0
+    (row,) = [line for line in out.splitlines() if line.startswith("r0") and "law" in line]
+    assert row.split()[:7] == ["r0", "law", "2", "4", "1", "1.234", "0.75"]
+    (other,) = [line for line in out.splitlines() if "none yet" in line]
+    assert other.startswith("r1"), "its sample is of a session before"
 
 
 async def test_top_tells_replicas_apart_on_a_narrow_screen(

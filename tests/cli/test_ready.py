@@ -55,6 +55,17 @@ async def test_without_a_valid_key_a_replica_that_serves_counts() -> None:
     assert len(asked) == 3
 
 
+async def test_what_lasts_is_told_again_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready, "TELL_SECONDS", 0.2)
+    told: list[str] = []
+    async with gateway(["starting"], "good") as (url, _):
+        with pytest.raises(ready.NotReady):
+            await ready.answers(url, ["tiny"], 1.5, told.append)
+    assert told[0].startswith("waiting for tiny: ")
+    assert all(" s: the gateway says 401" in line for line in told[1:])
+    assert len(told) > 1
+
+
 async def test_a_replica_that_never_serves_is_said_so() -> None:
     async with gateway(["starting"], "good") as (url, _):
         with pytest.raises(ready.NotReady, match="401"):

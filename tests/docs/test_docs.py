@@ -49,6 +49,26 @@ def test_the_architecture_page_names_files_at_all() -> None:
     assert len(PATH.findall((ROOT / "docs" / "architecture.md").read_text())) > 10
 
 
+def test_every_kind_of_event_is_explained() -> None:
+    """Kinds as the sources write them, against the first column of the table in operations.md."""
+    told = re.compile(
+        r"""(?:\bevent\(\s*[\w.]+,\s*|\btell\(\s*(?:"session_paused"\sif\s[\w.]+\selse\s)?|"""
+        r"""'kind',\s|"kind":\s(?:"data_stored"\sif\s.*else\s)?)["'](\w+)["']"""
+    )
+    written = {"session_paused", "data_stored"}
+    for folder in ("services/coordinator", "services/launcher", "services/dispatcher", "shared"):
+        for file in (ROOT / folder).rglob("*.py"):
+            written.update(told.findall(file.read_text()))
+    loads = ROOT / "services" / "replica" / "adapter_loads.py"
+    written.update(told.findall(loads.read_text()))
+    page = (ROOT / "docs" / "operations.md").read_text()
+    section = page.split("## What the events say")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    explained = {kind for row in rows for kind in re.findall(r"`(\w+)`", row)}
+    commands = {"cancel", "suspend_training", "store_data", "delete_data", "step", "util", "train"}
+    assert written - commands - explained == set()
+
+
 def test_the_tree_in_the_readme_exists() -> None:
     readme = (ROOT / "README.md").read_text()
     tree = readme.split("## The tree")[1].split("```")[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.replica.engines.torch.pace import StepPace
+from services.replica.engines.torch.pace import LEAST_PREFILL, StepPace, beside_decodes
 from shared.slo import Slo
 
 
@@ -29,8 +29,14 @@ def test_the_tightest_limit_on_time_per_token_counts() -> None:
     assert taught().budget(limits) == pytest.approx(30, abs=1)
 
 
-def test_no_room_is_no_token() -> None:
-    assert taught().budget([Slo(tpot_ms=10)]) == 0
+def test_where_there_is_no_room_prompts_still_go_on() -> None:
+    assert taught().budget([Slo(tpot_ms=10)]) == LEAST_PREFILL
+
+
+def test_a_slow_machine_gives_prompts_three_quarters_of_a_step() -> None:
+    """Steps without prompts of 90 ms left 10 ms of a limit of 100: for 16 tokens, not these 71."""
+    assert beside_decodes(0.09, 0.0038, 0.1, []) == pytest.approx(3 * 0.09 / 0.0038, abs=1)
+    assert beside_decodes(0.09, 0.0038, 0.1, [300.0]) == LEAST_PREFILL, "a named limit comes first"
 
 
 def test_a_fast_step_with_prompts_does_not_make_tokens_free() -> None:

@@ -190,3 +190,15 @@ def test_jitter_keeps_the_mean() -> None:
     mean = sum(totals) / len(totals)
     assert mean == pytest.approx(quiet * 1.0202, rel=0.02)  # exp(cv^2 / 2)
     assert len({round(t, 9) for t in itertools.islice(totals, 20)}) > 1
+
+
+@pytest.mark.parametrize(("step_seconds", "steps"), [(None, 2), (0.02, 3), (0.1, 2), (0.061, 2)])
+def test_prompts_beside_decodes_keep_to_the_longest_step(
+    step_seconds: float | None, steps: int
+) -> None:
+    """900 tokens beside one decode of 11 ms: 512 a step, or what 44 ms (four times 11) leave."""
+    batching = Batching(jitter=False, step_seconds=step_seconds)
+    replica = Replica("r", "r", profile(), batching, 8, seed=0)
+    ended = drive(replica, [(0.0, job("long", 1, 40)), (0.001, job("prompt", 900, 1))])
+    first = 0.002 + 0.0001  # the first one's own prompt
+    assert ended["prompt"] == pytest.approx(first + steps * 0.013 + 0.09)

@@ -13,6 +13,24 @@ from shared.slo import Slo
 
 MEMORY = 0.8  # weight of earlier steps
 SHARE = 0.5  # of a time-per-token limit that one step may take: the rest waits for others' steps
+STRETCH = 4.0  # times as long as without prompts a step may be at any rate
+LEAST_PREFILL = 16  # tokens a step that prompts get even when decodes fill the budget
+
+
+def beside_decodes(
+    base: float, token: float, step_seconds: float, limits_ms: Iterable[float]
+) -> int:
+    """Prompt tokens that a step takes beside decodes.
+
+    ``base``: seconds of a step without prompts; ``token``: seconds a prompt token adds;
+    ``step_seconds``: how long a step may become; ``limits_ms``: times per token that the decodes
+    beside must keep. Where ``base`` alone nearly fills ``step_seconds``, prompts still get three
+    quarters of a step: else a slow machine reads its weights once for every few prompt tokens,
+    and under load its queue of prompts never ends.
+    """
+    longest = max(step_seconds, STRETCH * base)
+    allowed = min([longest, *(SHARE * ms / 1e3 for ms in limits_ms)])
+    return max(LEAST_PREFILL, int((allowed - base) / token))
 
 
 class StepPace:
@@ -37,5 +55,4 @@ class StepPace:
         if self._token is None:
             return None
         limits = [slo.tpot_ms for slo in running if slo.tpot_ms is not None]
-        allowed = min([self._step_seconds, *(SHARE * ms / 1e3 for ms in limits)])
-        return max(0, int((allowed - self._base) / self._token))
+        return beside_decodes(self._base, self._token, self._step_seconds, limits)

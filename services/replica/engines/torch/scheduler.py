@@ -13,8 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from services.replica.engines.torch.kv import PAGE, PagePool
-
-LEAST_PREFILL = 16  # tokens a step that prompts get even when decodes fill the budget
+from services.replica.engines.torch.pace import LEAST_PREFILL
 
 
 @dataclass(eq=False)
