@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from services.dispatcher.policies.base import StepSeen
 from services.dispatcher.policies.parts.lane import QUALITY_LEAST, Lane
 from services.dispatcher.policies.parts.round import Round
 from services.dispatcher.policies.parts.waiting import Waiting
@@ -247,3 +248,63 @@ def test_every_number_of_a_round_is_rounded_to_a_tenth_of_a_millisecond() -> Non
         0.5,
         0.4999,
     )
+
+
+def step(seconds: float, *, steps: int = 10, b: int = 1, prefill: int = 0) -> StepSeen:
+    return StepSeen(
+        replica="r0", seconds=seconds, steps=steps, b=b, B=0, prefill_tokens=prefill,
+        decode_tokens=steps * b,
+    )  # fmt: skip
+
+
+def test_steps_as_predicted_change_nothing() -> None:
+    made = lane()
+    made.release(w(deadline=9.0), 0.0)
+    slack = made.slack
+    for _ in range(20):
+        made.saw(step(0.3), 1.0)  # ten steps of 30 ms
+        made.saw(step(0.32), 1.0)
+        made.saw(step(0.31 + 0.1 + 0.5, steps=10, prefill=500), 1.0)
+    assert (made.pace, made.slack, made.delay) == (1.0, slack, pytest.approx(0.3))
+
+
+def test_slow_steps_are_felt_by_who_comes_and_by_who_is_there() -> None:
+    made = lane()
+    made.release(w(deadline=9.0), 0.0)
+    slack, prefill_end = made.slack, made.prefill_end
+    for _ in range(4):
+        made.saw(step(0.6), 0.1)  # ten steps of 60 ms
+    assert 1.9 < made.speed == made.pace < 2.0
+    assert made.slack == pytest.approx(slack - 4 * 0.3), "what four reports took too long"
+    assert made.prefill_end == pytest.approx(prefill_end + 4 * 0.3), "its prompt is not through"
+    first, end, _ = made.predict(w(), 20.0)
+    assert end - first == pytest.approx(10 * 0.04 * made.pace)
+    # Who is released now is predicted at that pace, so such steps take nothing more from it.
+    fresh = lane()
+    fresh.pace = fresh.speed = 2.0
+    fresh.release(w(deadline=9.0), 0.0)
+    before = fresh.slack
+    fresh.saw(step(0.6), 1.0)
+    assert fresh.slack == pytest.approx(before)
+
+
+def test_fast_steps_give_slack_back_and_the_usual_speed_ends_it() -> None:
+    made = lane()
+    made.release(w(deadline=9.0), 0.0)
+    slack = made.slack
+    for _ in range(20):
+        made.saw(step(0.15), 1.0)
+    assert made.pace == pytest.approx(0.5, abs=0.03)
+    assert made.slack > slack
+    for _ in range(20):
+        made.saw(step(0.3), 1.0)
+    assert made.pace == 1.0
+
+
+def test_one_report_tells_no_more_than_four_times() -> None:
+    made = lane()
+    made.saw(step(30.0), 0.0)
+    assert made.pace == 4.0
+    made.saw(step(0.0), 0.0)
+    made.saw(step(5.0, steps=0), 0.0)
+    assert made.pace == 4.0, "reports of nothing"

@@ -141,6 +141,9 @@ class Collm:
     def on_step(self, step: StepSeen, now: float) -> None:
         self.fit.learn(step)
         self.macro.saw(step)
+        lane = self.lanes.get(step.replica)
+        if lane is not None and lane.latency is not None:
+            lane.saw(step, now)
 
     def restore(self, replica_id: str, requests: Sequence[Request], now: float) -> None:
         lane = self.lanes.get(replica_id)

@@ -14,12 +14,15 @@ from __future__ import annotations
 import heapq
 import math
 
-from services.dispatcher.policies.base import ReplicaView
-from services.dispatcher.policies.parts.waiting import Waiting
+from services.dispatcher.policies.base import ReplicaView, StepSeen
+from services.dispatcher.policies.parts.waiting import CHUNK, Waiting
 from shared.latency import LatencyModel
 
 BIAS_SMOOTHING = 0.1
 QUALITY_LEAST = 1e-3  # of a replica; a quality of 0 would make every other choice equal
+PACE_SECONDS = 1.0  # over so much time of steps the present speed is taken
+SPEED_MOST = 4.0  # times as fast or slow as predicted
+UNUSUAL = 0.1  # share by which it differs from what was predicted before anything is made of it
 PACE_GRAIN = 0.01  # seconds; less of a gain is not worth a look
 INFINITY = math.inf
 
@@ -48,6 +51,7 @@ class Lane:
         "B",
         "alpha0",
         "alpha1",
+        "assumed",
         "background",
         "bias",
         "context",
@@ -57,6 +61,7 @@ class Lane:
         "kv",
         "kv_total",
         "latency",
+        "pace",
         "pi0",
         "pi1",
         "prefill_end",
@@ -64,6 +69,7 @@ class Lane:
         "rank",
         "slack",
         "slacks",
+        "speed",
         "standing",
         "view",
     )
@@ -83,6 +89,9 @@ class Lane:
         self.slacks: list[tuple[float, str]] = []  # heap: delay at which a member is late
         self.background = 0  # hopeless requests in flight
         self.bias = 1.0  # actual over predicted time in the replica, smoothed
+        self.speed = 1.0  # the same of the last second's steps
+        self.pace = 1.0  # as much of that as is unusual
+        self.assumed = 1.0  # bias times pace by which the ends in flight were predicted
         self.kind = 0  # replicas of one kind have the same coefficients, B and limit
         self.standing = 0.0  # Q times rate by which it is ordered
         self.rank = 0  # position in the order of Q times rate; beyond the active set: large
@@ -103,7 +112,7 @@ class Lane:
 
     def predict(self, w: Waiting, now: float) -> tuple[float, float, float]:
         """(first token, last token, delay to the others) if released now."""
-        bias, b = self.bias, len(self.flight)
+        bias, b = self.bias * self.pace, len(self.flight)
         prefill = (self.pi1 * w.prompt + self.pi0 * w.chunks) * bias
         decode = w.output * self.alpha1 * bias
         iteration = (self.alpha0 + self.alpha1 * (b + 1)) * bias
@@ -127,6 +136,7 @@ class Lane:
         self.delay += delay
         key = w.request.id
         running = self.flight[key] = Running(w, now, first, end, self.delay)
+        self.assumed += (self.bias * self.pace - self.assumed) / len(self.flight)
         self.kv += w.kv
         self.prefill_end = first
         due = w.due_after(first)
@@ -142,6 +152,29 @@ class Lane:
         if w.late:
             self.background += 1
         return end
+
+    def saw(self, step: StepSeen, now: float) -> None:
+        """A report of steps: how fast the replica is at present, and what that costs those in it.
+
+        A neighbour on its host or a slower clock makes itself felt here seconds before the
+        coefficients or an answer's end tell of it.
+        """
+        decodes = min(step.steps, step.decode_tokens)
+        prefills = -(-step.prefill_tokens // CHUNK)
+        expected = self.alpha0 * decodes + self.alpha1 * step.decode_tokens
+        expected += self.pi0 * prefills + self.pi1 * step.prefill_tokens
+        if expected <= 0 or step.seconds <= 0:
+            return
+        ratio = min(SPEED_MOST, max(1 / SPEED_MOST, step.seconds / expected))
+        self.speed += min(1.0, step.seconds / PACE_SECONDS) * (ratio - self.speed)
+        usual = abs(self.speed - 1.0) < UNUSUAL
+        self.pace = 1.0 if usual else self.speed
+        if self.flight and not usual:
+            lost = step.seconds - expected * self.assumed
+            self.delay += lost
+            if self.prefill_end > now:
+                self.prefill_end += lost
+            self.renew(now)
 
     def leave(
         self, key: str, now: float, *, learn: bool, tokens: float | None = None
