@@ -16,7 +16,14 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 import orjson
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 SECTIONS = (
     "common",
@@ -55,6 +62,12 @@ class Settings(BaseModel):
     )
     log_level: str = Field("INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
     log_format: str = Field("text", pattern="^(text|json)$")
+
+    @field_validator("api_keys_file", mode="before")
+    @classmethod
+    def _empty_is_none(cls, value: object) -> object:
+        """A variable that a compose file passes on although nobody has set it is empty."""
+        return None if value == "" else value
 
     @model_validator(mode="before")
     @classmethod

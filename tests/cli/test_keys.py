@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from collm.cli import build
+from services.gateway.settings import GatewaySettings
 from shared import api_keys
+from shared.settings import load
 
 run = CliRunner()
 
@@ -52,6 +54,16 @@ def test_a_key_is_shown_once_listed_without_itself_and_revoked(tmp_path: Path) -
     assert identity in said
     assert api_keys.read(file).find(secret.encode()) is None
     assert len(api_keys.read(file).keys) == 1
+
+
+def test_an_empty_variable_names_no_keys_file() -> None:
+    empty = {"COLLM_API_KEYS_FILE": ""}
+    code, _, said = keys("list", variables=empty)
+    assert code == 1
+    assert "no keys file" in said
+    assert load(GatewaySettings, empty).api_keys_file is None
+    named = {"COLLM_API_KEYS_FILE": "/data/keys.json"}
+    assert load(GatewaySettings, named).api_keys_file == Path("/data/keys.json")
 
 
 @pytest.mark.parametrize(
