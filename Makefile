@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock up test coverage mutation lint types check format test-gpu bench \
-	bench-peers-setup figures chaos soak fuzz docs compose clean
+	bench-peers-setup figures chaos soak fuzz generate docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -98,10 +98,11 @@ soak: $(STAMP) ## steady load; memory, descriptors, streams, keys watched: MINUT
 fuzz: $(STAMP) ## random bytes into every decoder, stream and route: EXAMPLES=10000 each
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),10000) $(BIN)/python -m pytest -q --timeout 3600 tests/fuzz $(ARGS)
 
-generate: $(STAMP) ## what is written from the code: configuration page, Grafana dashboards
+generate: $(STAMP) ## what is written from the code: configuration and metrics pages, dashboards
 	$(BIN)/python -m tools.configuration
 	$(BIN)/python -m tools.dashboards
 	$(BIN)/python -m tools.metrics
+	$(BIN)/python -m tools.monitoring
 
 docs: $(STAMP) ## the documentation as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.system.running import System
-from tools import dashboards
+from tools import dashboards, monitoring
 
 PROMETHEUS = Path(__file__).resolve().parents[2] / "deploy" / "prometheus"
 SERVICES = ("gateway", "dispatcher", "launcher", "coordinator", "replica-0")
@@ -57,6 +57,18 @@ def test_every_alert_has_a_test_of_its_own() -> None:
         if case["exp_alerts"]
     }
     assert raised == alerts
+
+
+def test_promtool_accepts_the_rules_that_kubernetes_gets(promtool: str, tmp_path: Path) -> None:
+    resource = yaml.safe_load(monitoring.rules())
+    assert resource["kind"] == "PrometheusRule"
+    path = tmp_path / "rules.yml"
+    path.write_text(yaml.safe_dump(resource["spec"]))
+    _check(promtool, "check", "rules", str(path))
+    rules = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())
+    ours = [[r.get("alert", r.get("record")) for r in g["rules"]] for g in rules["groups"]]
+    theirs = resource["spec"]["groups"]
+    assert [[r.get("alert", r.get("record")) for r in g["rules"]] for g in theirs] == ours
 
 
 def test_promtool_reads_every_query_of_the_dashboards(promtool: str, tmp_path: Path) -> None:
@@ -115,3 +127,20 @@ def test_the_scraped_names_are_those_of_the_metrics_page(scraped: dict[str, str]
     }
     assert kinds
     assert kinds - told == set()
+
+
+def test_the_scraped_labels_are_those_of_the_metrics_page(scraped: dict[str, str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+    seen = 0
+    for service, text in scraped.items():
+        section = page.split(f"\n## {service.removesuffix('-0')}\n")[1].split("\n## ")[0]
+        rows = re.findall(r"^\| `(\w+)` \| \w+ \| ([^|]*) \|", section, re.M)
+        told = {name: set(re.findall(r"\w+", labels)) for name, labels in rows}
+        for name, labels in re.findall(r"^(collm_\w+)(?:\{(.*)\})? \S+$", text, re.M):
+            if name.endswith("_created"):
+                continue
+            base = name if name in told else re.sub(r"_(bucket|sum|count)$", "", name)
+            has = set(re.findall(r'(\w+)="', labels)) - {"le"}
+            assert has == told[base], f"{service}: {name}"
+            seen += 1
+    assert seen > 50
