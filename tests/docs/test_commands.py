@@ -18,8 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Commands of other tools, and what tries them.
 OTHERS = {
-    "docker compose": "deploy/trial.sh",
+    "docker ": "deploy/trial.sh",
     "kubectl": "tests/docs/test_docs.py",
+    "kustomize edit set image": "deploy/kubernetes/kustomization.yaml",
+    "redis-cli -u": "tests/system/test_cookbook.py",
+    "python -m services.": "tests/hosts/cluster.py",
+    "tar -C data": "tests/docs/test_docs.py",
+    "cd deploy/": "deploy/kubernetes/kustomization.yaml",
+    "git pull": ".gitignore",
     "curl": "tests/system/test_cookbook.py",
     "pip install": "pyproject.toml",
     "export": "tests/docs/test_commands.py",
