@@ -35,7 +35,8 @@ def slowed(name: str, factor: float, folder: Path) -> str:
     """A profile whose every duration is ``factor`` times as long, as a file.
 
     Real time is the limit of an emulated run: steps of some ms are lost in a small machine's
-    scheduling. Slowed, the same cluster is emulated faithfully; rates and limits are slowed alike.
+    scheduling. Slowed, the same cluster is emulated faithfully. The limits have to be slowed with
+    it (``slowed_slo``); the rate is not: it is what ``--loads`` says.
     """
     known = profile.load(name)
     values = msgspec.to_builtins(known)

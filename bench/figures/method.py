@@ -15,6 +15,7 @@ from sim.scenario import build
 from sim.training import ACCUMULATION
 
 FIT_SAMPLES = 4000
+MIXED = "alone and beside training, mixed"
 SIZES = (16, 128, 1024, 10_000)
 LORA_RANK = 16
 LORA_PARAMETERS = 42e6  # rank 16 on all linear layers of an 8B Llama: 16 (in + out) a matrix
@@ -41,7 +42,7 @@ def fitted(plan: Plan, unit: float, store: Store) -> Result:
         both = samples["alone"][-FIT_SAMPLES:] + samples["beside training"]
         planes = {
             "serving alone": fit(samples["alone"][-FIT_SAMPLES:], world.kernel.now, 1e9),
-            "beside training": fit(both, world.kernel.now, 1e9),
+            MIXED: fit(both, world.kernel.now, 1e9),
         }
         return {
             "planes": {k: _plain(v) for k, v in planes.items()},
@@ -49,7 +50,7 @@ def fitted(plan: Plan, unit: float, store: Store) -> Result:
             "training_steps": ACCUMULATION,
         }
 
-    return store.known(["fit", scenario(plan, "collm", unit * 2).saved()], find)
+    return store.known(["fit", MIXED, scenario(plan, "collm", unit * 2).saved()], find)
 
 
 def _plain(plane: Plane | None) -> dict[str, float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -10,6 +11,9 @@ from typing import Any
 import msgspec
 
 from bench.figures.runs import LOADS, Plan, fluid_bound, policies
+from bench.figures.text import CAUTION, TEXT
+from sim.rounds import Federated
+from sim.scenario import load_curve
 
 Result = Mapping[str, Any]
 
@@ -18,6 +22,11 @@ PAPER = {
     "code": {"dlora": 1.16, "shepherd": 1.25, "peft": 1.37},
     "conv": {"dlora": 1.10, "shepherd": 1.15, "peft": 1.51},
 }
+# Last point that a loss curve was fitted to: samples, cross-entropy (docs/performance.md).
+FITTED = {"smollm2": (1116, 1.229)}
+BOUND_AIM, Q_BOUND_AIM = 0.90, 0.85  # of the fluid bound; of it times the quality at the end
+INTERVAL_LIMIT = 0.05  # of an interval's time, the paper's worst
+VARIANCE_AIM = 1 / 3  # of round robin's
 LEARNED = {
     "Q-goodput": "q_goodput",
     "attainment": "slo_attainment",
@@ -101,10 +110,50 @@ def ratios(results: Sequence[Result]) -> str:
             for load in LOADS:
                 other = mean_of(results, policy, load, key, tag)
                 ours = mean_of(results, "collm", load, key, tag)
-                cells.append(f"{ours / other:.2f}" if other > 0 else "∞")
+                ratio = f"{ours / other:.2f}" if other > 0 else "∞"
+                cells.append(f"**{ratio}**" if ratio.startswith("0") else ratio)
             row = " | ".join(cells)
             lines.append(f"| {tag} | {policy} | {row} | {paper.get(policy, '–')} |")
     return "\n".join(lines)
+
+
+def judged(value: float, form: str, least: float = -math.inf, most: float = math.inf) -> str:
+    """The value, and whether it misses what was aimed at."""
+    text = f"{value:{form}}"
+    return text if least <= value <= most else f"{text} **missed**"
+
+
+def caution(found: Found) -> str:
+    """How far the loss curve is carried beyond what it was fitted to."""
+    plan = found.plan
+    if plan.curve not in FITTED:
+        return (
+            f"Quality comes from the loss curve `{plan.curve}` (`config/curves`): "
+            f"{load_curve(plan.curve).source}."
+        )
+    curve = load_curve(plan.curve)
+    samples, loss = FITTED[plan.curve]
+    ours = [r["training"] for r in found.results if r["policy"] == "collm" and r["load"] == 1]
+    learnt = statistics.fmean(t["samples"] for t in ours)
+    held = plan.replicas * Federated().samples
+    passes = statistics.fmean(t["micro_steps"] for t in ours) / held  # of one sample at least
+    ends = 1 / statistics.fmean(t["quality_at_end"] for t in ours)
+    fall = (curve.start - curve.floor) / (1 - curve.floor)
+    one = curve.scale * (fall ** (1 / curve.power) - 1)  # samples to a cross-entropy of 1
+    return CAUTION.format(
+        curve=plan.curve,
+        samples=samples,
+        loss=loss,
+        learnt=round(learnt, -3),
+        ends=ends,
+        one=round(one, -3),
+        beyond=one / samples,
+        seen=1 / loss,
+        initial=1 / curve.start,
+        gain=curve.start / loss,
+        each=Federated().samples,
+        passes=int(passes),
+    )
 
 
 def bounds(plan: Plan, results: Sequence[Result]) -> str:
@@ -120,9 +169,9 @@ def bounds(plan: Plan, results: Sequence[Result]) -> str:
             r["q_goodput"] / (fluid_bound(plan, dict(r)) * r["training"]["quality_at_end"])
             for r in mine
         ]
-        lines.append(
-            f"| {load}x | {statistics.fmean(shares):.3f} | {statistics.fmean(quality):.3f} |"
-        )
+        goodput = judged(statistics.fmean(shares), ".3f", least=BOUND_AIM)
+        weighted = judged(statistics.fmean(quality), ".3f", least=Q_BOUND_AIM)
+        lines.append(f"| {load}x | {goodput} | {weighted} |")
     return "\n".join(lines)
 
 
@@ -150,9 +199,10 @@ def overhead(results: Sequence[Result]) -> str:
     ]
     for load in LOADS:
         mine = [r["overhead"] for r in results if r["policy"] == "collm" and r["load"] == load]
-        keys = ("hold_share", "hold_share_worst", "decision_share", "decision_ms")
-        hold, worst, share, ms = (statistics.fmean(o[key] for o in mine) for key in keys)
-        lines.append(f"| {load}x | {hold:.2%} | {worst:.2%} | {share:.3%} | {ms:.3f} |")
+        keys = ("hold_share", "decision_share", "decision_ms")
+        hold, share, ms = (statistics.fmean(o[key] for o in mine) for key in keys)
+        worst = judged(max(o["hold_share_worst"] for o in mine), ".2%", most=INTERVAL_LIMIT)
+        lines.append(f"| {load}x | {hold:.2%} | {worst} | {share:.3%} | {ms:.3f} |")
     return "\n".join(lines)
 
 
@@ -195,8 +245,6 @@ def named(results: Mapping[str, Result], keys: Mapping[str, str]) -> str:
 
 def write(found: Found) -> str:
     """The whole page."""
-    from bench.figures.text import TEXT
-
     plan, results = found.plan, found.results
     planes = found.fit["planes"]
     robin = found.dispersion["round_robin"]
@@ -208,7 +256,8 @@ def write(found: Found) -> str:
         source="the given traces" if plan.traces else "random streams with the traces' statistics",
         seeds=len(plan.seeds),
         unit=found.unit,
-        curve=plan.curve,
+        caution=caution(found),
+        initial=1 / load_curve(plan.curve).start,
         goodput=table(results, "goodput_tokens_per_s", ",.0f"),
         attainment=table(results, "slo_attainment", ".3f"),
         ratios=ratios(results),
@@ -216,9 +265,13 @@ def write(found: Found) -> str:
         q_goodput=table(results, "q_goodput", ",.0f"),
         ttft=table(results, "p99_ttft_ms", ",.0f"),
         training=training(results),
-        pacing=found.dispersion["collm"] / robin if robin else float("nan"),
-        pacing_fullest=(
-            found.dispersion["collm, fullest"] / found.dispersion["round_robin, fullest"]
+        pacing=judged(
+            found.dispersion["collm"] / robin if robin else math.nan, ".2f", most=VARIANCE_AIM
+        ),
+        pacing_fullest=judged(
+            found.dispersion["collm, fullest"] / found.dispersion["round_robin, fullest"],
+            ".2f",
+            most=VARIANCE_AIM,
         ),
         pairs=named(found.pairs, LEARNED),
         jct=" | ".join(f"{k}: {v:.2f}" for k, v in found.completion.items()),
