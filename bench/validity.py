@@ -145,7 +145,10 @@ def compared(
         "e2e_p50_error": error(real, sim, "p50_e2el_ms"),
         "e2e_p99_error": error(real, sim, "p99_e2el_ms"),
         "ttft_p99_error": error(real, sim, "p99_ttft_ms"),
-        "real": {k: real[k] for k in ("slo_attainment", "p50_e2el_ms", "p99_e2el_ms")},
+        "real": {
+            k: real[k]
+            for k in (f"active_{GOODPUT}", "slo_attainment", "p50_e2el_ms", "p99_e2el_ms")
+        },
         "client_lag_p99_ms": real["client_lag_p99_ms"],
         "requests": real["offered"],
     }
