@@ -24,7 +24,8 @@ from rq.serializers import JSONSerializer
 
 from shared import adapter_files, data_homes, names, rounds
 from shared.adapters import AdapterRegistry, AdapterVersion
-from shared.messages import BODY, Configure, LoadAdapter, Message, TrainSample, decode, encode
+from shared.control import send_command
+from shared.messages import BODY, Configure, LoadAdapter, TrainSample, decode
 from shared.records import ReplicaRecord
 from shared.redis_client import connect_sync
 from shared.replica_state import State, move
@@ -159,11 +160,12 @@ class Finetune:
         """Combined, with a micro-batch in force, while the block runs; then Serving."""
         why = f"fine-tuning of {self._request.adapter} by hand"
         await move(self._redis, replica, State.COMBINED, by="operator", why=why)
-        await self._command(replica, "configure", Configure(B=self._request.micro_batch))
+        control, B = names.control(replica), self._request.micro_batch
+        await send_command(self._redis, control, Configure(B=B))
         try:
             yield
         finally:
-            await self._command(replica, "configure", Configure(B=0))
+            await send_command(self._redis, control, Configure(B=0))
             await move(self._redis, replica, State.SERVING, by="operator", why=f"{why} has ended")
 
     async def _parent(self, record: ReplicaRecord) -> AdapterVersion:
@@ -291,11 +293,8 @@ class Finetune:
             model = await self._redis.hget(names.replica(raw.decode()), "model")
             if model == record.model.encode():
                 load = LoadAdapter(name=name, version=version, path=path)
-                await self._command(raw.decode(), "load_adapter", load)
+                await send_command(self._redis, names.control(raw.decode()), load)
         return Outcome(replica=record.id, adapter=name, version=version, path=path, result=result)
-
-    async def _command(self, replica: str, kind: str, command: Message) -> None:
-        await self._redis.xadd(names.control(replica), {"kind": kind, BODY: encode(command)})
 
     def _queue(self, replica: str) -> Queue:
         return Queue(names.train_queue(replica), connection=self._sync, serializer=JSONSerializer)

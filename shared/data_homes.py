@@ -22,7 +22,8 @@ from redis.asyncio import Redis
 
 from shared import blobs, names, training_data
 from shared.adapter_files import BadName, check_name
-from shared.messages import BODY, DeleteData, StoreData, encode
+from shared.control import send_command
+from shared.messages import DeleteData, StoreData
 from shared.tail import follow
 
 SUFFIXES = (".jsonl", ".json")
@@ -203,7 +204,7 @@ async def send(
     """Hand a file to a replica; returns the correlation id of the event that will answer."""
     ticket = f"data-{secrets.token_hex(8)}"
     await blobs.put(redis, ticket, raw, ttl=STREAM_TTL, limit=FILE_LIMIT)
-    command = StoreData(
+    order = StoreData(
         adapter=check_name(adapter),
         file=check_name(file),
         blob=ticket,
@@ -211,19 +212,15 @@ async def send(
         heldout=heldout,
         reply_to=ticket,
     )
-    await redis.xadd(
-        names.control(replica), {"kind": "store_data", "adapter": adapter, BODY: encode(command)}
-    )
+    await send_command(redis, names.control(replica), order, adapter=adapter)
     return ticket
 
 
 async def send_delete(redis: Redis, replica: str, adapter: str, file: str = "") -> str:
     """Ask a replica to delete; returns the correlation id of the event that will answer."""
     ticket = f"data-{secrets.token_hex(8)}"
-    command = DeleteData(adapter=check_name(adapter), file=file, reply_to=ticket)
-    await redis.xadd(
-        names.control(replica), {"kind": "delete_data", "adapter": adapter, BODY: encode(command)}
-    )
+    order = DeleteData(adapter=check_name(adapter), file=file, reply_to=ticket)
+    await send_command(redis, names.control(replica), order, adapter=adapter)
     return ticket
 
 

@@ -25,7 +25,8 @@ from shared.adapters import (
     Unknown,
     replicas_serving,
 )
-from shared.messages import BODY, LoadAdapter, encode
+from shared.control import send_command
+from shared.messages import LoadAdapter
 from shared.redis_client import connect
 
 T = TypeVar("T")
@@ -173,9 +174,8 @@ def options(
 async def announce(registry: AdapterRegistry, name: str, entry: AdapterVersion) -> None:
     """Tell every replica that serves the adapter to take this version."""
     for replica in await replicas_serving(registry.redis, name):
-        command = LoadAdapter(name=name, version=entry.version, path=entry.path)
-        fields = {"kind": "load_adapter", BODY: encode(command)}
-        await registry.redis.xadd(names.control(replica), fields)
+        load = LoadAdapter(name=name, version=entry.version, path=entry.path)
+        await send_command(registry.redis, names.control(replica), load)
         await registry.redis.hset(names.replica(replica), "q", str(entry.quality))
 
 

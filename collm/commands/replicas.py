@@ -12,7 +12,8 @@ from redis.asyncio import Redis
 from collm.console import fail, out
 from collm.where import DataOption, RedisOption, redis_errors, redis_url
 from shared import names
-from shared.messages import BODY, Drain, encode
+from shared.control import send_command
+from shared.messages import Drain
 from shared.redis_client import connect
 
 LOOK_EVERY = 0.2  # seconds
@@ -46,8 +47,7 @@ async def _drain(url: str, replica: str, timeout: float) -> str | None:
             return f"no replica {replica!r} is known; collm queues lists them"
         if state in GONE:
             return f"{replica} is {state} already"
-        command = encode(Drain(reason="collm drain"))
-        await redis.xadd(names.control(replica), {BODY: command})
+        await send_command(redis, names.control(replica), Drain(reason="collm drain"))
         end = time.monotonic() + timeout
         while timeout and (state := await _state(redis, replica)) not in GONE:
             if time.monotonic() > end:

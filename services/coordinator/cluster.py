@@ -11,8 +11,9 @@ from redis.asyncio import Redis
 
 from shared import names
 from shared.adapters import AdapterVersion
+from shared.control import send_command
 from shared.latency import LatencyModel
-from shared.messages import BODY, Configure, LoadAdapter, Message, encode
+from shared.messages import Configure, LoadAdapter, Message
 from shared.records import ReplicaRecord
 from shared.replica_state import Refused, State, move
 
@@ -83,7 +84,7 @@ class Cluster:
 
     async def configure(self, replica: str, *, b: int | None = None, B: int | None = None) -> None:
         """Send limits, and write B* and b* into the record."""
-        await self._command(replica, "configure", Configure(b=b, B=B))
+        await self._command(replica, Configure(b=b, B=B))
         stars = {"B_star": B, "b_star": b}
         mapping = {k: str(v) for k, v in stars.items() if v is not None}
         if mapping:
@@ -91,7 +92,7 @@ class Cluster:
 
     async def pause(self, replica: str, B: int) -> None:
         """Only the micro-batch in force: 0 rests the trainer within one micro-step."""
-        await self._command(replica, "configure", Configure(B=B))
+        await self._command(replica, Configure(B=B))
 
     async def publish_model(
         self, replica: str, model: LatencyModel, fit: Mapping[str, float]
@@ -108,14 +109,14 @@ class Cluster:
     async def announce(self, name: str, entry: AdapterVersion, replicas: Iterable[str]) -> None:
         """Every replica takes the version at its next step, and its quality with it."""
         for replica in replicas:
-            command = LoadAdapter(
+            load = LoadAdapter(
                 name=name,
                 version=entry.version,
                 path=entry.path,
                 reply_to=f"{name}:{entry.version}",
             )
-            await self._command(replica, "load_adapter", command)
+            await self._command(replica, load)
             await self._redis.hset(names.replica(replica), "q", str(entry.quality))
 
-    async def _command(self, replica: str, kind: str, message: Message) -> None:
-        await self._redis.xadd(names.control(replica), {"kind": kind, BODY: encode(message)})
+    async def _command(self, replica: str, message: Message) -> None:
+        await send_command(self._redis, names.control(replica), message)

@@ -17,10 +17,10 @@ from services.dispatcher.policies.base import Preempt, Promote, Release, Suspend
 from services.dispatcher.scripts import ANSWER, RELEASE, TAKE_BACK, Call, run
 from shared import names
 from shared.clock import Now
+from shared.control import send_command
 from shared.entries import request_values
 from shared.lease import Lease
 from shared.messages import (
-    BODY,
     Batch,
     Cancel,
     Failed,
@@ -225,20 +225,15 @@ class Outbox:
             return
         async with self._redis.pipeline(transaction=False) as pipe:
             for replica, request_id in cancels:
-                pipe.xadd(
-                    names.control(replica),
-                    {"kind": "cancel", "id": request_id, BODY: encode(Cancel(id=request_id))},
-                )
+                send_command(pipe, names.control(replica), Cancel(id=request_id), id=request_id)
             for action in suspensions:
                 message = SuspendTraining(replicas=action.replicas, wanted=action.wanted)
-                pipe.xadd(
+                send_command(
+                    pipe,
                     names.COORDINATOR_CONTROL,
-                    {
-                        "kind": "suspend_training",
-                        "replicas": " ".join(action.replicas),
-                        "wanted": str(action.wanted),
-                        BODY: encode(message),
-                    },
+                    message,
+                    replicas=" ".join(action.replicas),
+                    wanted=str(action.wanted),
                 )
             await pipe.execute()
 

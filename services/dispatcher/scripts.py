@@ -11,6 +11,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
+from shared import control
 from shared.lease import FENCE_CHECK
 
 
@@ -80,9 +81,10 @@ return 1
 
 # Queue a copy of a request in flight and have the replica cancel it.
 # KEYS: fence, requests, control. ARGV: token, request id, Cancel, field, value, field, value…
-TAKE_BACK = Script.of("""
+TAKE_BACK = Script.of(f"""
 redis.call('XADD', KEYS[2], '*', unpack(ARGV, 4))
-redis.call('XADD', KEYS[3], '*', 'kind', 'cancel', 'id', ARGV[2], 'body', ARGV[3])
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', {control.MAXLEN}, '*',
+           'kind', 'cancel', 'id', ARGV[2], 'body', ARGV[3])
 return 1
 """)
 

@@ -21,7 +21,8 @@ from services.gateway.errors import ApiError, model_not_found, unavailable
 from shared import adapter_files, data_homes, names
 from shared.adapter_files import CONFIG_FILE, TENSOR_FILE, BadFolder, BadName, BadPath, PeftCard
 from shared.adapters import Adapter, AdapterRegistry, AdapterVersion, Conflict
-from shared.messages import BODY, LoadAdapter, UnloadAdapter, encode
+from shared.control import send_command
+from shared.messages import LoadAdapter, UnloadAdapter
 
 if TYPE_CHECKING:
     from services.gateway.service import Gateway
@@ -153,9 +154,8 @@ class Adapters:
         redis = self._gateway.redis
         seconds, micros = await redis.time()
         since = f"{seconds * 1000 + micros // 1000 - 1}-0"
-        for replica, command in commands.items():
-            kind = str(command.__struct_config__.tag)
-            await redis.xadd(names.control(replica), {"kind": kind, BODY: encode(command)})
+        for replica, order in commands.items():
+            await send_command(redis, names.control(replica), order)
         tickets = {c.reply_to: replica for replica, c in commands.items() if c.reply_to}
         if not tickets:
             return {}

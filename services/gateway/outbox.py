@@ -17,8 +17,9 @@ from redis.exceptions import OutOfMemoryError
 from services.gateway.answer import Choice
 from services.gateway.errors import ApiError, overloaded, unavailable
 from shared import names
+from shared.control import send_command
 from shared.entries import FIELDS, request_values
-from shared.messages import BODY, Cancel, Generate, encode
+from shared.messages import Cancel, Generate
 from shared.redis_client import TRANSIENT
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,6 @@ return out
 """
 _UNLIMITED = str(1 << 52)
 _PER_ENTRY = str(2 * len(FIELDS))
-CONTROL_MAXLEN = 100_000
 
 Argument = str | bytes
 Attempt = tuple[str, int]  # request id, attempt
@@ -141,11 +141,7 @@ class Outbox:
         for model, requests in again.items():
             pipe.eval(_ADD, 1, names.requests(model), *_continuations(requests))
         for model, request in cancels:
-            pipe.xadd(
-                names.dispatcher_control(model),
-                {"kind": "cancel", "id": request, BODY: encode(Cancel(id=request))},
-                maxlen=CONTROL_MAXLEN,
-            )
+            send_command(pipe, names.dispatcher_control(model), Cancel(id=request), id=request)
         try:
             results = await pipe.execute(raise_on_error=False)
         except TRANSIENT as e:
