@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from shared.messages import TrainSample
+
+# quorum: too few handed over in time; aggregation: no server made a version of what they did.
+RoundFailure = Literal["quorum", "aggregation"]
 
 
 class Meters:
@@ -18,6 +23,8 @@ class Meters:
         self.failures = Counter(
             "collm_fl_round_failures", "Rounds without a version", ["reason"], registry=one
         )
+        for reason in get_args(RoundFailure):  # a series that is there from the start can rise
+            self.failures.labels(reason)
         self.error = Gauge(
             "collm_fl_aggregation_error",
             "Relative error of averaging the factors apart",

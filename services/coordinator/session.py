@@ -16,6 +16,7 @@ from services.coordinator.aggregating import Aggregation, NoAggregate
 from services.coordinator.checking import Check, check
 from services.coordinator.context import Context
 from services.coordinator.jobs import JobFailed, job_id
+from services.coordinator.meters import RoundFailure
 from services.coordinator.opening import Opening
 from services.coordinator.publishing import publish
 from services.coordinator.settings import BadOptions
@@ -60,13 +61,14 @@ class SessionRun:
             with self._watch.stage("clients"):
                 results, exchange = await self._train()
             if not self._quorum(results):
-                await self._miss(f"{len(results)} of {len(self._session.clients)} handed over")
+                why = f"{len(results)} of {len(self._session.clients)} handed over"
+                await self._miss("quorum", why)
                 continue
             try:
                 with self._watch.stage("aggregate"):
                     made = await self._aggregate(results, exchange)
             except NoAggregate as e:
-                await self._miss(str(e))
+                await self._miss("aggregation", str(e))
                 continue
             with self._watch.stage("check"):
                 checked = await self._check(results, made)
@@ -136,7 +138,7 @@ class SessionRun:
         if len(s.clients) < s.least:
             return f"{len(s.clients)} {sessions.TOO_FEW}, {s.least} needed"
         if s.missed >= MISSED_LIMIT:
-            return f"quorum missed {s.missed} times"
+            return f"{s.missed} rounds in a row failed"
         if s.kept_back >= MISSED_LIMIT:
             return f"held-out loss rose {s.kept_back} times"
         if s.done >= self._opening.options.max_rounds:
@@ -232,10 +234,10 @@ class SessionRun:
         """All, or at least two at the deadline."""
         return len(results) >= min(2, len(self._session.clients)) and bool(results)
 
-    async def _miss(self, why: str) -> None:
+    async def _miss(self, reason: RoundFailure, why: str) -> None:
         """The round fails: the adapter stays as it was."""
         s = self._session
-        self._context.meters.failures.labels("quorum").inc()
+        self._context.meters.failures.labels(reason).inc()
         self._session = replace(s, phase=Phase.OPEN, missed=s.missed + 1, results={})
         await self._context.save(self._session)
         await self._context.tell("round_failed", s, why=why, missed=s.missed + 1)

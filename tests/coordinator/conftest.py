@@ -128,6 +128,7 @@ class Coordinators:
     def __init__(self, url: str, redis: Redis, data_dir: Path) -> None:
         self._url, self._redis, self._data_dir = url, redis, data_dir
         self._tasks: list[asyncio.Task[None]] = []
+        self.meters = Meters()  # of the last one started
 
     async def start(self, **changes: Any) -> asyncio.Task[None]:
         values: dict[str, Any] = {
@@ -146,7 +147,8 @@ class Coordinators:
         assert await lease.try_acquire()
         clock = RedisClock()
         await clock.synchronise(self._redis)
-        service = CoordinatorService(settings, Meters())
+        self.meters = Meters()
+        service = CoordinatorService(settings, self.meters)
         task = asyncio.create_task(service.act(Acting(self._redis, lease, clock)))
         self._tasks.append(task)
         return task

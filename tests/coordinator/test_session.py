@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
+from services.coordinator.meters import Meters
 from shared import names, sessions
 from shared.leader import first
 from shared.lease import is_fenced
@@ -19,6 +20,12 @@ from shared.messages import BODY, SuspendTraining, encode
 from shared.replica_state import State, move
 from shared.stopwatch import from_words
 from tests.coordinator.conftest import REPLICAS, TRAINING, Coordinators, Fleet
+
+
+def failures(meters: Meters) -> dict[str, float]:
+    (family,) = meters.failures.collect()
+    counted = [s for s in family.samples if s.name.endswith("_total")]
+    return {s.labels["reason"]: s.value for s in counted}
 
 
 async def test_a_session_trains_publishes_and_gives_its_members_back(
@@ -213,10 +220,25 @@ async def test_all_clients_without_examples_fail_the_round_and_the_adapter_stays
     failed = await cluster.event("round_failed")
     assert failed["why"] == "0 of 3 handed over"
     ended = await cluster.event("session_ended")
-    assert "quorum missed 2 times" in ended["why"]
+    assert "2 rounds in a row failed" in ended["why"]
     current = await cluster.registry.current("chat")
     assert current is not None
     assert current.version == "r0"
+    assert failures(coordinators.meters) == {"quorum": 2.0, "aggregation": 0.0}
+
+
+async def test_a_round_that_no_server_can_aggregate_is_counted_as_that(
+    cluster: Fleet, coordinators: Coordinators
+) -> None:
+    for replica in REPLICAS:
+        await cluster.wrong(replica, update="nan")
+    await coordinators.start()
+    assert failures(coordinators.meters) == {"quorum": 0.0, "aggregation": 0.0}
+    await cluster.open(*REPLICAS)
+    failed = await cluster.event("round_failed")
+    assert "no usable update" in failed["why"]
+    await cluster.event("session_ended")
+    assert failures(coordinators.meters) == {"quorum": 0.0, "aggregation": 2.0}
 
 
 @pytest.mark.parametrize(
