@@ -225,7 +225,8 @@ class Active:
             await self._bury_replica(death.replica, death.incarnation)
         for replica, incarnation in seen.stale:
             lost = await reap(self._redis, self._lease, replica, incarnation)
-            self._counters.lost.inc(lost)
+            if lost:
+                await self._tell_lost(replica, lost, "an earlier life's")
 
     def _see(self, model: str, view: ReplicaView, incarnation: str, now: float) -> None:
         self._model_of[view.id], self._incarnation[view.id] = model, incarnation
@@ -259,8 +260,12 @@ class Active:
             return
         log.warning("%s is dead: its heartbeat is lost", replica)
         lost = await reap(self._redis, self._lease, replica)
-        self._counters.lost.inc(lost)
-        await event(self._redis, "lost", replica=replica, requests=lost, by="dispatcher")
+        await self._tell_lost(replica, lost, "heartbeat lost")
+
+    async def _tell_lost(self, replica: str, requests: int, why: str) -> None:
+        self._counters.lost.inc(requests)
+        by = "dispatcher"
+        await event(self._redis, "lost", replica=replica, requests=requests, by=by, why=why)
 
     # ------------------------------------------------------------ the loop
 

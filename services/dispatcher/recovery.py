@@ -76,7 +76,7 @@ async def reap(redis: Redis, lease: Lease, replica: str, incarnation: str = "") 
     Batches of the living ``incarnation`` stay ("": none lives). Deletion of a batch and the
     ``Lost`` of its members are one transaction, so that each is told exactly once.
     """
-    calls, members = [], 0
+    calls, sizes = [], []
     stream = names.batches(replica)
     for batch in await batches_of(redis, replica):
         if incarnation and batch.incarnation == incarnation:
@@ -94,10 +94,12 @@ async def reap(redis: Redis, lease: Lease, replica: str, incarnation: str = "") 
                 (lease.token, names.GROUP_REPLICA, batch.stream_id, *lost),
             )
         )
-        members += len(lost)
-    for result in await run(redis, calls) if calls else ():
+        sizes.append(len(lost))
+    members = 0
+    for result, size in zip(await run(redis, calls) if calls else (), sizes, strict=True):
         if isinstance(result, Exception):
             raise result
+        members += size if result else 0  # 0: the replica itself was faster
     if members:
         log.warning("%s is gone: told the gateways of %d requests", replica, members)
     return members

@@ -21,7 +21,7 @@ from services.replica.intake import poisoned
 from shared import names
 from shared.messages import BODY, Batch, DecodeError, Generate, Lost, Message, decode, encode
 from shared.records import HEARTBEAT_TTL_MS, ReplicaRecord
-from shared.replica_state import Refused, State, move
+from shared.replica_state import Refused, State, event, move
 
 log = logging.getLogger(__name__)
 
@@ -107,13 +107,13 @@ class Incarnation:
         await self._redis.hset(names.replica(self.replica), mapping=fresh.to_hash(*fields))
         await move(self._redis, self.replica, State.STARTING, by=self.replica, why=why)
         await self._redis.set(names.replica_alive(self.replica), self.id, px=HEARTBEAT_TTL_MS)
-        given = await self.give_back()
+        given = await self.give_back(why)
         log.info(
             "%s: incarnation %s (%s)%s",
             self.replica,
             self.id,
             why,
-            f"; {given} batches given back" if given else "",
+            f"; {given} requests given back" if given else "",
         )
 
     async def bury(self, why: str) -> None:
@@ -167,8 +167,11 @@ class Incarnation:
         """Stop beating for good."""
         await self._redis.delete(names.replica_alive(self.replica))
 
-    async def give_back(self) -> int:
-        """Send ``Lost`` for everything in the batch stream and empty it; returns the entries."""
+    async def give_back(self, why: str) -> int:
+        """Send ``Lost`` for everything in the batch stream and empty it; returns the requests.
+
+        The audit log gets their number, as from a dispatcher that finds a replica dead.
+        """
         stream, given = names.batches(self.replica), 0
         while entries := await self._redis.xrange(stream, count=100):
             for entry_id, fields in entries:
@@ -176,10 +179,13 @@ class Incarnation:
                 keys = [stream]
                 for gateway, _ in lost:
                     keys += [names.replies(gateway), names.gateway_alive(gateway)]
-                given += await self._redis.eval(
+                given += len(lost) * await self._redis.eval(
                     _GIVE_BACK, len(keys), *keys, entry_id, names.GROUP_REPLICA,
                     *(encode(message) for _, message in lost),
                 )  # fmt: skip
+        if given:
+            own = self.replica
+            await event(self._redis, "lost", replica=own, requests=given, by=own, why=why)
         return given
 
 

@@ -341,7 +341,7 @@ class Supervisor:
             block.close()
 
     async def _leave(self, life: Incarnation) -> None:
-        await life.give_back()
+        await life.give_back("stopped before its end")
         if (await life.beat(alive=False)).ours:
             await life.move(State.STOPPED, "stopped")
             await life.end()

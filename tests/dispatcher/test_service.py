@@ -12,7 +12,7 @@ from collm.redis_server import RedisServer
 from shared import names
 from shared.messages import BODY, Cancel, Failed, Lost, Sampling, encode
 from shared.redis_client import connect
-from shared.replica_state import State
+from shared.replica_state import State, move
 from tests.dispatcher.peers import (
     MODEL,
     ScriptedGateway,
@@ -25,6 +25,12 @@ from tests.dispatcher.peers import (
 
 async def _state(redis: Redis, replica: str) -> str:
     return (await redis.hget(names.replica(replica), "state")).decode()
+
+
+async def _events(redis: Redis, kind: str) -> list[dict[str, str]]:
+    entries = [fields for _, fields in await redis.xrange(names.EVENTS)]
+    plain = [{k.decode(): v.decode() for k, v in fields.items()} for fields in entries]
+    return [event for event in plain if event["kind"] == kind]
 
 
 async def test_a_request_moves_from_its_stream_into_exactly_one_replicas(
@@ -191,8 +197,24 @@ async def test_a_dead_replicas_requests_are_reported_lost_and_its_stream_is_empt
         assert replies == [Lost(id="q", attempt=1, replica="a")]
         assert await _state(redis, "a") == State.DEAD
         assert await replica.ids() == []
+        (told,) = await eventually(lambda: _events(redis, "lost"), "the audit log is told")
+        assert (told["replica"], told["requests"], told["why"]) == ("a", "1", "heartbeat lost")
         await gateway.send("q", attempt=2, generated=(7,))
         await eventually(other.ids, "the second attempt goes elsewhere")
+
+
+async def test_what_a_replica_left_that_says_itself_it_is_dead_is_told_as_lost(
+    redis: Redis, redis_server: RedisServer
+) -> None:
+    gateway, replica = ScriptedGateway(redis), ScriptedReplica(redis, "a")
+    await gateway.start()
+    await replica.start()
+    async with running(redis_server.url):
+        await gateway.send("q")
+        await eventually(replica.ids, "released")
+        await move(redis, "a", State.DEAD, by="a", why="its inference process died")
+        (told,) = await eventually(lambda: _events(redis, "lost"), "the audit log is told")
+        assert (told["replica"], told["requests"], told["by"]) == ("a", "1", "dispatcher")
 
 
 async def test_a_missed_sample_is_noticed_by_its_number_and_the_books_are_compared(

@@ -30,6 +30,11 @@ async def flowing(cluster: Cluster, request_id: str) -> None:
     await until(begun, f"tokens of {request_id}")
 
 
+async def lost_events(redis: Redis) -> list[dict[bytes, bytes]]:
+    entries = [fields for _, fields in await redis.xrange(names.EVENTS)]
+    return [fields for fields in entries if fields[b"kind"] == b"lost"]
+
+
 async def test_a_killed_inference_child_gives_its_requests_back_and_serves_again(
     redis_server: RedisServer, redis: Redis, tmp_path: Path
 ) -> None:
@@ -52,6 +57,9 @@ async def test_a_killed_inference_child_gives_its_requests_back_and_serves_again
         assert second.incarnation != first.incarnation
         await cluster.read()
         assert sum(isinstance(r, Lost) for r in cluster.replies) == 2
+        (event,) = await lost_events(redis)
+        assert (event[b"requests"], event[b"by"]) == (b"2", b"replica-0")
+        assert b"SIGKILL" in event[b"why"]
 
 
 async def test_no_child_outlives_a_killed_parent_and_the_next_process_takes_over(
@@ -172,6 +180,7 @@ async def test_a_second_signal_gives_back_what_runs_and_ends_at_once(
         assert await asyncio.to_thread(process.popen.wait, 15) == 0
         await cluster.told(Lost, "a")
         assert (await cluster.record()).state == "stopped"
+        assert [e[b"requests"] for e in await lost_events(redis)] == [b"1"]
 
 
 async def test_a_redis_restart_in_mid_answer_loses_and_repeats_no_token(tmp_path: Path) -> None:
