@@ -23,6 +23,10 @@ from loadgen.options import CHAT, OptionError, Options
 from shared import slo
 from shared.settings import client_key
 
+UNSENT = (
+    "the limits of --goodput only judge the answers; without --slo-headers the server is not told "
+    "of them and serves each request by the limits of its own, or by none"
+)
 BAD_INPUT = (trace.TraceError, prompts.PromptError, OptionError, HttpError, ValueError)
 
 
@@ -227,6 +231,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m loadgen"
     console = Console(stderr=True)
     try:
         chosen = options(parser(prog).parse_args(arguments))
+        if chosen.slos and not chosen.slo_headers:
+            print(f"{prog}: note: {UNSENT}", file=sys.stderr)
         _raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             result = runner.run(replay(chosen, console))

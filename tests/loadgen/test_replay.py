@@ -253,6 +253,19 @@ def test_bad_arguments_end_with_a_message(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("sent", [False, True])
+async def test_limits_that_are_not_sent_are_noted(fake: FakeServer, sent: bool) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "loadgen", "--base-url", fake.url, "--request-rate", "inf",
+        "--limit", "1", "--goodput", "ttft:1000", *(["--slo-headers"] if sent else []),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, err = await process.communicate()
+    assert process.returncode == 0, err
+    assert (b"without --slo-headers the server is not told" in err) is not sent
+    assert json.loads(out)["completed"] == 1
+
+
 async def test_the_command_prints_one_json_line_and_saves_it(
     fake: FakeServer, tmp_path: Path
 ) -> None:
