@@ -17,7 +17,7 @@ GROUP_COORDINATOR = "coordinator"
 METRICS = PREFIX + "metrics"
 EVENTS = PREFIX + "events"
 DEAD_LETTERS = PREFIX + "dead-letters"
-DECISIONS = PREFIX + "decisions"  # stream: each release with its numbers, for `collm why`
+DECISIONS = PREFIX + "decisions"  # stream: each release or refusal, for `collm why`
 MODELS = PREFIX + "models"  # set of served model names
 REPLICAS = PREFIX + "replicas"  # set of replica ids ever seen and not forgotten
 GATEWAYS = PREFIX + "gateways"  # set of gateway ids whose reply stream may exist
@@ -68,6 +68,11 @@ def replica(replica_id: str) -> str:
 def replica_alive(replica_id: str) -> str:
     """Heartbeat key of a replica; its value is the incarnation; expires."""
     return f"{PREFIX}replica:{replica_id}:alive"
+
+
+def replica_wanted(replica_id: str) -> str:
+    """Key: a replica that was drained is wanted again; taken by the `collm up` that runs it."""
+    return f"{PREFIX}replica:{replica_id}:wanted"
 
 
 def adapter(name: str) -> str:

@@ -84,11 +84,18 @@ class Outbox:
                 entries,
                 encode(batch),
                 batch_id,
-                orjson.dumps(dict(action.why), option=orjson.OPT_SERIALIZE_NUMPY),
+                self._numbers(action, entries, now),
                 now,
                 waits,
             )
         )
+
+    def _numbers(self, action: Release, entries: list[Entry], now: float) -> bytes:
+        """JSON of the decision's numbers, and of what was promised to each request."""
+        if not self._kept:
+            return b"{}"
+        promised = {f"limits:{e.key}": _limits(e, now) for e in entries}
+        return orjson.dumps({**action.why, **promised}, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def preempt(self, desk: Desk, action: Preempt) -> None:
         """Queue copies of the requests again and tell the replica to cancel them."""
@@ -165,12 +172,15 @@ class Outbox:
                 names.requests(desk.model),
                 names.replies(entry.gateway),
                 names.gateway_alive(entry.gateway),
+                names.DECISIONS,
             ),
             (
                 self._lease.token,
                 names.GROUP_DISPATCHER,
                 entry.stream_id,
                 b"" if reply is None else encode(reply),
+                *(self._kept, desk.model, entry.key),
+                f"{reply.message} ({reply.status})" if isinstance(reply, Failed) else "",
             ),
         )
 
@@ -250,6 +260,17 @@ class Outbox:
             )
         except Refused as e:
             log.info("promotion refused: %s", e)
+
+
+def _limits(entry: Entry, now: float) -> list[float | None]:
+    """Seconds: since it came, and its limits of first token, of each further one, of its end."""
+    request = entry.request
+
+    def after(moment: float | None) -> float | None:
+        return None if moment is None else round(moment - request.arrival, 4)
+
+    return [round(now - request.arrival, 4), after(request.ttft_deadline), request.tpot,
+            after(request.deadline)]  # fmt: skip
 
 
 def _drain(items: list[Any]) -> Iterator[Any]:

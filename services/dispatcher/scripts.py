@@ -67,14 +67,19 @@ end
 return {'ok'}
 """)
 
-# End queued requests without an answer. KEYS: fence, requests, replies, gateway's heartbeat.
-# ARGV: token, group, entry id, body of the reply ('' = say nothing: nobody waits).
+# End queued requests without an answer. KEYS: fence, requests, replies, gateway's heartbeat,
+# decisions. ARGV: token, group, entry id, body of the reply ('' = say nothing: nobody waits),
+# decisions kept, model, key, why it is refused ('': it is not).
 # 1, or 0 when the entry was gone.
 ANSWER = Script.of("""
 redis.call('XACK', KEYS[2], ARGV[2], ARGV[3])
 if redis.call('XDEL', KEYS[2], ARGV[3]) == 0 then return 0 end
 if ARGV[4] ~= '' and redis.call('EXISTS', KEYS[3], KEYS[4]) > 0 then
   redis.call('XADD', KEYS[3], '*', 'body', ARGV[4])
+end
+if ARGV[5] ~= '0' and ARGV[8] ~= '' then
+  redis.call('XADD', KEYS[5], 'MAXLEN', '~', ARGV[5], '*', 'model', ARGV[6], 'requests', ARGV[7],
+             'refused', ARGV[8])
 end
 return 1
 """)

@@ -22,6 +22,6 @@ class DispatcherSettings(Settings):
     port: int = Field(9101, ge=0, le=65535, description="Port of /metrics and /health; 0: any")
     queue_max: int = Field(20_000, ge=1, description="Queued requests a model; more are refused")
     decisions_kept: int = Field(
-        50_000, ge=0, description="Releases whose numbers `collm why request` can still find"
+        50_000, ge=0, description="Releases and refusals that `collm why REQUEST` can still find"
     )
     read_count: int = Field(256, ge=1, description="Entries taken with one read")

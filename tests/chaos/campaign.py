@@ -307,7 +307,8 @@ async def _decisions(redis: Redis, since: float) -> AsyncIterator[tuple[float, s
         for _, entries in await redis.xread({names.DECISIONS: last}, count=200, block=200):
             for entry, fields in entries:
                 last = entry.decode()
-                yield int(last.split("-")[0]) / 1e3, fields[b"requests"].decode()
+                if b"replica" in fields:  # no refusal
+                    yield int(last.split("-")[0]) / 1e3, fields[b"requests"].decode()
 
 
 async def _folders(redis: Redis, system: System) -> dict[tuple[str, str], str]:
