@@ -11,13 +11,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from collm import cluster
+from collm import cluster, moments
 from shared import names
 from shared.messages import BODY, DecodeError, StepSample, TrainSample, decode_any
 from shared.records import ReplicaRecord
 
 WINDOW = 10.0  # seconds of samples that rates are taken over
 PAGE = 1000  # entries read at once; as many of the past at the first look
+HIDDEN = ("id", "kind", "time")  # fields of an event that its line does not repeat
 _STATES = {
     "serving": "green",
     "combined": "magenta",
@@ -35,7 +36,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     queues: cluster.Queues
     replicas: list[ReplicaRecord]
-    events: list[dict[str, str]]
+    events: list[dict[str, str]]  # newest first; "id" is the entry's
     adapters: list[tuple[str, str, float]]  # name, current version, quality
 
 
@@ -57,7 +58,7 @@ class Watcher:
             time=await self._now(),
             queues=await cluster.queues(self._redis),
             replicas=replicas,
-            events=[{k.decode(): v.decode(errors="replace") for k, v in e.items()} for _, e in raw],
+            events=[_event(entry_id, fields) for entry_id, fields in raw],
             adapters=await self._adapters(),
         )
 
@@ -198,9 +199,15 @@ def _rest(look: Look) -> list[RenderableType]:
         parts += [table, Text()]
     for event in look.events:
         kind = event.get("kind", "?")
-        rest = " ".join(f"{k}={v}" for k, v in event.items() if v and k not in ("kind", "time"))
-        parts.append(Text(f"{kind:<12} {rest}", style="dim", no_wrap=True, overflow="ellipsis"))
+        rest = " ".join(f"{k}={v}" for k, v in event.items() if v and k not in HIDDEN)
+        line = f"{moments.stamp(moments.of_entry(event['id']))} {kind:<12} {rest}"
+        parts.append(Text(line, style="dim", no_wrap=True, overflow="ellipsis"))
     return parts
+
+
+def _event(entry_id: bytes, fields: dict[bytes, bytes]) -> dict[str, str]:
+    plain = {k.decode(): v.decode(errors="replace") for k, v in fields.items()}
+    return {**plain, "id": entry_id.decode()}
 
 
 def _age(seconds: float) -> str:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Annotated, Any
+import sys
+from dataclasses import dataclass
+from typing import Annotated
 
 import typer
 from redis.asyncio import Redis
 
-from collm.console import out
+from collm import moments
+from collm.console import fail, out
+from collm.moments import BadMoment
 from collm.where import DataOption, RedisOption, redis_errors, redis_url
 from shared import names
 from shared.redis_client import BLOCK_MS, connect
+
+HIDDEN = ("id", "kind", "time")
 
 
 def register(app: typer.Typer) -> None:
@@ -20,9 +26,16 @@ def register(app: typer.Typer) -> None:
 
 
 def events(
-    count: Annotated[int, typer.Option("-n", "--count", min=0, help="How many of the last")] = 20,
+    count: Annotated[
+        int | None,
+        typer.Option("-n", "--count", min=0, help="How many of the last; 20, or all --since"),
+    ] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as they happen")] = False,
     kind: Annotated[str | None, typer.Option(help="Only this kind, such as state")] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="2h|ISO", help="Only from then on: 30m, 2h, 1d, a time")
+    ] = None,
+    utc: Annotated[bool, typer.Option("--utc", help="Times in UTC, not in local time")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line")] = False,
     redis: RedisOption = None,
     data_dir: DataOption = None,
@@ -31,39 +44,56 @@ def events(
     url = redis_url(redis, data_dir)
     with redis_errors():
         try:
-            asyncio.run(_show(url, count, follow, kind, as_json))
+            asyncio.run(_show(url, _Asked(count, kind, since, utc, as_json), follow))
+        except BadMoment as e:
+            fail(f"--since: {e}")
         except KeyboardInterrupt:
             return
 
 
-async def _show(url: str, count: int, follow: bool, kind: str | None, as_json: bool) -> None:
+@dataclass(frozen=True)
+class _Asked:
+    """Which events, and how they are shown."""
+
+    count: int | None
+    kind: str | None
+    since: str | None
+    utc: bool
+    as_json: bool
+
+
+async def _show(url: str, asked: _Asked, follow: bool) -> None:
     async with connect(url) as redis:
-        last, found = "0-0", await _last(redis, count, kind)
+        last, found = "0-0", await _last(redis, asked)
         newest = await redis.xrevrange(names.EVENTS, count=1)
         if newest:
             last = newest[0][0].decode()
         for entry in found:
-            _print(entry, as_json)
+            _print(entry, asked)
         while follow:
             answer = await redis.xread({names.EVENTS: last}, count=100, block=BLOCK_MS)
             for _, entries in answer or []:
                 for entry_id, raw in entries:
                     last = entry_id.decode()
                     entry = _entry(entry_id, raw)
-                    if kind in (None, entry["kind"]):
-                        _print(entry, as_json)
+                    if asked.kind in (None, entry["kind"]):
+                        _print(entry, asked)
 
 
-async def _last(redis: Redis, count: int, kind: str | None) -> list[dict[str, str]]:
-    """The last ``count`` events of a kind, oldest first."""
+async def _last(redis: Redis, asked: _Asked) -> list[dict[str, str]]:
+    """The last events of a kind, or those since a moment, oldest first. Raises BadMoment."""
     found: list[dict[str, str]] = []
-    upper = "+"
+    lower, upper, count = "-", "+", 20 if asked.count is None else asked.count
+    if asked.since is not None:
+        seconds, _ = await redis.time()
+        lower = str(max(0, int(1000 * moments.since(asked.since, seconds, utc=asked.utc))))
+        count = sys.maxsize if asked.count is None else count
     while len(found) < count:
-        page = await redis.xrevrange(names.EVENTS, max=upper, count=500)
+        page = await redis.xrevrange(names.EVENTS, max=upper, min=lower, count=500)
         if not page:
             break
         entries = [_entry(entry_id, raw) for entry_id, raw in page]
-        found += [e for e in entries if kind in (None, e["kind"])]
+        found += [e for e in entries if asked.kind in (None, e["kind"])]
         upper = "(" + page[-1][0].decode()
     return found[:count][::-1]
 
@@ -73,16 +103,10 @@ def _entry(entry_id: bytes, raw: dict[bytes, bytes]) -> dict[str, str]:
     return {"id": entry_id.decode(), "kind": fields.pop("kind", "?"), **fields}
 
 
-def _print(entry: dict[str, str], as_json: bool) -> None:
-    if as_json:
+def _print(entry: dict[str, str], asked: _Asked) -> None:
+    if asked.as_json:
         print(json.dumps(entry), flush=True)
         return
-    import datetime
-
-    fields: dict[str, Any] = dict(entry)
-    milliseconds = int(fields.pop("id").split("-")[0])
-    fields.pop("time", None)
-    when = datetime.datetime.fromtimestamp(milliseconds / 1000).strftime("%H:%M:%S.%f")[:-3]
-    kind = fields.pop("kind")
-    rest = " ".join(f"{k}={v}" for k, v in fields.items() if v != "")
+    when, kind = moments.stamp(moments.of_entry(entry["id"]), utc=asked.utc), entry["kind"]
+    rest = " ".join(f"{k}={v}" for k, v in entry.items() if v != "" and k not in HIDDEN)
     out.print(f"{when} {kind:<14} {rest}", markup=False, highlight=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from collm.redis_server import RedisServer
 from shared import names
 from shared.messages import BODY, StepSample, TrainSample, encode
 from shared.records import ReplicaRecord
+from shared.replica_state import event
 
 run = CliRunner()
 
@@ -163,6 +165,17 @@ async def test_top_shows_how_far_training_is(redis: Redis, redis_server: RedisSe
     assert row.split()[:7] == ["r0", "law", "2", "4", "1", "1.234", "0.75"]
     (other,) = [line for line in out.splitlines() if "none yet" in line]
     assert other.startswith("r1"), "its sample is of a session before"
+
+
+async def test_top_shows_when_each_event_was(redis: Redis, redis_server: RedisServer) -> None:
+    await redis.xadd(names.EVENTS, {"kind": "old"}, id="1767225600000-0")  # 2026-01-01, midnight
+    await event(redis, "new", number=7)
+    code, out = _collm("top", "--once", "--redis", redis_server.url)
+    assert code == 0
+    (new,) = [line for line in out.splitlines() if "number=7" in line]
+    (old,) = [line for line in out.splitlines() if line.rstrip().endswith("old")]
+    assert re.fullmatch(r"(\S+ )?\d\d:\d\d:\d\d\.\d{3} new +number=7 *", new)
+    assert re.fullmatch(r"202[56]-\d\d-\d\d \d\d:\d\d:00\.000 old *", old)
 
 
 async def test_top_tells_replicas_apart_on_a_narrow_screen(
