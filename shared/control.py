@@ -21,5 +21,5 @@ def send_command(redis: Redis, stream: str, message: Message, **fields: str) -> 
     ``redis`` is a client (await the result) or a pipeline (do not).
     """
     kind = str(message.__struct_config__.tag)
-    entry = {"kind": kind, **fields, BODY: encode(message)}
+    entry: dict[Any, Any] = {"kind": kind, **fields, BODY: encode(message)}
     return redis.xadd(stream, entry, maxlen=MAXLEN, approximate=True)
