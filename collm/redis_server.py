@@ -54,10 +54,18 @@ def free_port() -> int:
 class RedisServer:
     """One private server. ``start`` returns when it answers; ``stop`` saves and ends it."""
 
-    def __init__(self, folder: Path, *, port: int | None = None, append_only: bool = True) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int | None = None,
+        append_only: bool = True,
+        maxmemory: str = "0",
+    ) -> None:
+        """``maxmemory``: as Redis writes it, such as 2gb; 0: none. Above it writes are refused."""
+        self.folder, self.log = folder, folder / "redis.log"
         self.port = port or free_port()
-        self._append_only = append_only
+        self._append_only, self._maxmemory = append_only, maxmemory
         self._process: subprocess.Popen[bytes] | None = None
         self._lock: IO[str] | None = None
 
@@ -75,19 +83,18 @@ class RedisServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._lock = self._take_lock()
-        log_path = self.folder / "redis.log"
         command = [
             find_binary(),
             *("--port", str(self.port), "--bind", "127.0.0.1"),
             *("--dir", str(self.folder), "--save", ""),
             *("--appendonly", "yes" if self._append_only else "no", "--appendfsync", "everysec"),
-            *("--maxmemory-policy", "noeviction", "--logfile", str(log_path)),
-            *("--daemonize", "no"),
+            *("--maxmemory", self._maxmemory, "--maxmemory-policy", "noeviction"),
+            *("--logfile", str(self.log), "--daemonize", "no"),
         ]
         self._process = subprocess.Popen(
             command, start_new_session=True, preexec_fn=die_with_parent(signal.SIGTERM)
         )
-        self._await_answer(timeout, log_path)
+        self._await_answer(timeout)
 
     def _take_lock(self) -> IO[str]:
         lock = open(self.folder / "lock", "a+")  # noqa: SIM115 - held as long as the server
@@ -101,13 +108,13 @@ class RedisServer:
             ) from e
         return lock
 
-    def _await_answer(self, timeout: float, log_path: Path) -> None:
+    def _await_answer(self, timeout: float) -> None:
         assert self._process is not None
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             if self._process.poll() is not None:
-                tail = log_path.read_text()[-800:] if log_path.exists() else ""
-                raise NoRedis(f"redis-server ended at once (see {log_path}):\n{tail}")
+                tail = self.log.read_text()[-800:] if self.log.exists() else ""
+                raise NoRedis(f"redis-server ended at once (see {self.log}):\n{tail}")
             try:
                 with socket.create_connection(("127.0.0.1", self.port), timeout=1) as s:
                     s.sendall(b"PING\r\n")
