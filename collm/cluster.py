@@ -80,7 +80,8 @@ async def forget(redis: Redis, replica: str) -> str | None:
     if left:
         return f"{replica} still holds {left} batches; the dispatcher must take them back first"
     await redis.srem(names.REPLICAS, replica)
-    await redis.delete(names.replica(replica), names.batches(replica), names.control(replica))
+    keys = (names.replica, names.batches, names.control, names.replica_wanted)
+    await redis.delete(*(key(replica) for key in keys))
     return None
 
 

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from rich.table import Table
 
 from collm.console import fail, out
+from collm.waiting import states, telling
 from collm.where import DataOption, RedisOption, redis_errors, redis_url
 from shared import data_homes, names, training_data
 from shared.adapter_files import BadName
@@ -142,7 +143,8 @@ async def _remove(url: str, adapter: str, file: str, replica: str) -> int:
 
 
 async def _answers(redis: Redis, tickets: dict[str, str], since: str) -> dict[str, dict[str, str]]:
-    found = await data_homes.answers(redis, list(tickets), since, WAIT)
+    waits = data_homes.answers(redis, list(tickets), since, WAIT)
+    found = await telling(waits, lambda: states(redis, tickets.values()))
     for ticket, home in tickets.items():
         if ticket not in found:
             _refuse(home, f"no answer within {WAIT:.0f} s; is it running?")

@@ -10,8 +10,9 @@ import pytest
 from redis.asyncio import Redis
 from typer.testing import CliRunner
 
-from collm import cluster
+from collm import cluster, waiting
 from collm.cli import build
+from collm.commands import data, replicas
 from collm.redis_server import RedisServer
 from shared import names
 from shared.dead_letters import bury
@@ -108,6 +109,71 @@ async def test_events_shows_the_last_of_a_kind_oldest_first(redis: Redis, url: s
     assert [json.loads(line)["number"] for line in out.splitlines()] == ["3", "4"]
 
 
+async def test_events_since_a_moment_are_shown_whole_with_date_and_zone(
+    redis: Redis, url: str
+) -> None:
+    await redis.xadd(names.EVENTS, {"kind": "old"}, id="1767225600000-0")  # 2026-01-01, midnight
+    for i in range(30):
+        await event(redis, "new", number=i)
+    code, out, _ = _collm("events", "--since", "1h", "--redis", url)
+    assert (code, len(out.splitlines())) == (0, 30)
+    code, out, _ = _collm("events", "--since", "2026-01-01T00:00Z", "--utc", "--redis", url)
+    assert code == 0
+    assert out.splitlines()[0].startswith("2026-01-01 00:00:00.000Z old")
+    assert len(out.splitlines()) == 31
+    assert "Z new" in out.splitlines()[-1]
+    _, out, _ = _collm("events", "--since", "1h", "-n", "2", "--json", "--redis", url)
+    assert [json.loads(line)["number"] for line in out.splitlines()] == ["28", "29"]
+    code, _, err = _collm("events", "--since", "noon", "--redis", url)
+    assert code == 1
+    assert "--since: 'noon' is no moment" in err
+
+
+async def test_a_drain_says_what_it_waits_for(
+    redis: Redis, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
+    await _replica(redis, "replica-0")
+    await redis.hset(names.replica("replica-0"), "in_flight", "3")
+    code, _, err = _collm("drain", "replica-0", "--timeout", "0.4", "--redis", url)
+    assert code == 1
+    assert "waiting for 0 s: replica-0 is starting, 3 in flight" in err
+    assert "replica-0 is still starting after 0 s" in err
+
+
+async def test_data_commands_say_which_replica_they_wait_for(
+    redis: Redis, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "TELL_SECONDS", 0.05)
+    monkeypatch.setattr(data, "WAIT", 0.4)
+    await _replica(redis, "replica-0")
+    await redis.hset(names.replica("replica-0"), "data", '{"law": 5}')
+    code, _, err = _collm("data", "remove", "--adapter", "law", "--redis", url)
+    assert code == 1
+    assert "waiting for 0 s: replica-0 is starting, 0 in flight" in err
+    assert "replica-0: no answer within" in err
+
+
+async def test_what_is_not_drained_is_not_undrained(redis: Redis, url: str) -> None:
+    assert "no replica 'replica-0'" in _collm("undrain", "replica-0", "--redis", url)[2]
+    await _replica(redis, "replica-0")
+    code, _, err = _collm("undrain", "replica-0", "--redis", url)
+    assert code == 1
+    assert "replica-0 is starting; only one that is stopped or dead" in err
+
+
+async def test_an_undrain_that_nobody_answers_says_so_and_leaves_no_wish(
+    redis: Redis, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "TAKE_SECONDS", 1)
+    await _replica(redis, "replica-0")
+    await move(redis, "replica-0", State.DEAD, by="test", why="gone")
+    code, _, err = _collm("undrain", "replica-0", "--redis", url)
+    assert code == 1
+    assert "no `collm up` that runs it answers" in err
+    assert await redis.exists(names.replica_wanted("replica-0")) == 0
+
+
 async def test_a_dead_letter_goes_back_as_it_was(redis: Redis, url: str) -> None:
     stream = names.requests("m")
     await redis.xgroup_create(stream, "g", id="0", mkstream=True)
@@ -153,6 +219,8 @@ def test_a_redis_that_does_not_answer_is_one_line_not_a_traceback() -> None:
         (("--lora-modules", "law"), "NAME=PATH expected"),
         (("--profile", "warp"), "no profile 'warp'"),
         (("--port", "99999"), "--port: port"),
+        (("--host", "0.0.0.0"), "--host 0.0.0.0: others can reach that address"),
+        (("--host", "10.255.0.1"), "COLLM_GATEWAY_ALLOW_OPEN=true"),
     ],
 )
 def test_bad_options_end_in_one_clear_message(
