@@ -15,9 +15,9 @@ import typer
 from collm import models
 from collm.console import err, fail, tell
 from collm.redis_server import NoRedis, RedisServer
-from collm.up import lora, runner
+from collm.up import claims, lora, runner
 from collm.up.errors import UpError
-from collm.up.plan import BadPlan, Plan, plan, serve, split
+from collm.up.plan import BadPlan, Plan, listening, plan, serve, split
 from collm.up.settings import UpSettings
 from services.gateway.settings import GatewaySettings
 from shared.profile import ProfileError
@@ -87,41 +87,55 @@ def up(
 async def _run(settings: UpSettings, as_json: bool) -> None:
     data = settings.data_dir.resolve()
     with contextlib.ExitStack() as held:
-        held.enter_context(runner.lock_data(data))
-        port = runner.claim_port(settings.host, settings.port)
-        settings = settings.model_copy(update={"port": port, "data_dir": data})
+        held.enter_context(claims.lock_data(data))
+        gateway = from_environment(GatewaySettings)
+        settings = _placed(settings, gateway, data)
         if settings.profile is not None:
             load_profile(settings.profile)  # a bad name is told now, not by a dying replica
         lora.check(settings.lora_modules)
-        admin = lora.admin_url(from_environment(GatewaySettings))
         need = settings.engine == "torch"
         found = [models.resolve(split(m)[0], tell, weights=need) for m in settings.models]
         served = serve(settings, found)
-        server = await _redis(settings, data)
-        if server is not None:
-            held.callback(server.stop)
-        url = settings.redis_url or (server.url if server else "")
+        server = _own_redis(settings, data)
+        url = settings.redis_url if server is None else server.url
         system: Plan = plan(settings, served, data, url)
+        if server is None:
+            await claims.check_redis(url)
+        else:
+            held.callback(server.stop)
+            server.start()
         tell(
             "starting "
             + ", ".join(f"{s.replicas} × {s.name} ({settings.engine})" for s in served)
             + f"; logs in {data / 'logs'}"
         )
         running = runner.Runner(
-            settings, system, data, redis=server, redis_url=url, admin_url=admin, tell=tell
+            settings,
+            system,
+            data,
+            redis=server,
+            redis_url=url,
+            admin_url=lora.admin_url(gateway),
+            tell=tell,
         )
         show = _print_json if as_json else functools.partial(_print_text, served[0].name)
         await running.run(show)
 
 
-async def _redis(settings: UpSettings, data: Path) -> RedisServer | None:
-    """Our own server, started; None when another one is named (it is checked)."""
+def _placed(settings: UpSettings, gateway: GatewaySettings, data: Path) -> UpSettings:
+    """With the data folder, and with the address that the gateway may have and gets."""
+    settings = listening(settings, gateway)
+    claims.check_open(gateway.model_copy(update={"host": settings.host}))
+    port = claims.claim_port(settings.host, settings.port)
+    return settings.model_copy(update={"port": port, "data_dir": data})
+
+
+def _own_redis(settings: UpSettings, data: Path) -> RedisServer | None:
+    """Our own server, not yet started; None when another one is named."""
     if settings.redis_url:
-        await runner.check_redis(settings.redis_url)
         return None
-    server = RedisServer(data / "redis", port=settings.redis_port or None)
-    server.start()
-    return server
+    port, maxmemory = settings.redis_port or None, settings.redis_maxmemory
+    return RedisServer(data / "redis", port=port, maxmemory=maxmemory)
 
 
 def _pairs(entries: list[str]) -> dict[str, str]:
@@ -154,6 +168,7 @@ def _print_text(model: str, facts: dict[str, object]) -> None:
         f"try     {curl}",
         f"logs    {facts['data_dir']}/logs",
         f"Redis   {facts['redis']}",
+        f"metrics {facts['data_dir']}/run/up.json names the page of each process",
         "look    collm queues · collm events · collm top",
         "stop    Ctrl-C",
     ):

@@ -19,7 +19,6 @@ from shared.settings import child_environment
 STEADY_SECONDS = 60.0  # a process that lived this long starts over with short waits
 LONGEST_WAIT = 10.0
 BAD_SETTINGS = 2  # exit code with which every service refuses its settings
-LOG_BYTES = 32 << 20  # a longer log moves aside (one generation) when its process starts
 
 Tell = Callable[[str], None]
 
@@ -66,8 +65,6 @@ class Child:
     async def start(self) -> None:
         """Start the process; returns when it has a pid."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        if self.log.exists() and self.log.stat().st_size > LOG_BYTES:
-            self.log.replace(self.log.with_suffix(".log.1"))
         with self.log.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -91,7 +88,10 @@ class Child:
             if self._stopping:
                 return
             if code == 0 and self._may_leave:
-                self._tell(f"{self.name} has drained and stays away")
+                self._tell(
+                    f"{self.name} has drained and stays away; "
+                    f"`collm undrain {self.name}` starts it again"
+                )
                 return
             if code == BAD_SETTINGS:  # another try would end the same way
                 raise GivenUp(f"{self.name} refuses its settings:\n{self.tail()}")
@@ -105,6 +105,11 @@ class Child:
             self._tell(f"{self.name} died ({_ending(code)}); restart in {wait:.1f} s ({self.log})")
             await asyncio.sleep(wait)
             await self._start_again()
+
+    async def revive(self) -> None:
+        """Start it again after ``keep`` has returned or given up; its deaths are forgotten."""
+        self._deaths = 0
+        await self._start_again()
 
     async def _start_again(self) -> None:
         if not self._stopping:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 
+from collm.up.claims import address
 from collm.up.errors import UpError
 from collm.where import api_key
 from services.gateway.settings import GatewaySettings
@@ -27,10 +28,7 @@ def admin_url(settings: GatewaySettings) -> str | None:
     """Where the gateway's admin routes answer; None: with all others."""
     if settings.admin_port is None:
         return None
-    host = settings.admin_host
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
-    return f"http://{f'[{host}]' if ':' in host else host}:{settings.admin_port}"
+    return address(settings.admin_host, settings.admin_port)
 
 
 async def load(url: str, modules: Mapping[str, str], data: Path, tell: Tell) -> None:

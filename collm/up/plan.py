@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from collm.models import Model
+from collm.up.reading import read
 from collm.up.settings import UpSettings
+from services.gateway.settings import GatewaySettings
+from services.replica.settings import ReplicaSettings
+
+TRAINERS = ("launcher", "coordinator")
+# Running answers get this share of the time to stop, their cut connections the rest.
+RUNNING_SHARE = 0.75
+ENDING_SECONDS = 10.0  # of a replica after it has drained
 
 
 class BadPlan(ValueError):
@@ -23,6 +30,9 @@ class Part:
     module: str
     environment: dict[str, str] = field(default_factory=dict)
     vital: bool = False  # without it nothing is answered: giving it up ends the system
+    number: int = 0  # of a replica, among all of them
+    patience: float = 0.0  # seconds it may take to stop
+    host: str = "127.0.0.1"  # where it listens
 
 
 @dataclass(frozen=True)
@@ -73,8 +83,17 @@ def serve(settings: UpSettings, found: Sequence[Model]) -> tuple[Served, ...]:
     return tuple(served)
 
 
+def listening(settings: UpSettings, gateway: GatewaySettings) -> UpSettings:
+    """With host and port as the section ``gateway`` has them, where ``up`` says nothing."""
+    theirs = (gateway.model_fields_set - settings.model_fields_set) & {"host", "port"}
+    return settings.model_copy(update={key: getattr(gateway, key) for key in theirs})
+
+
 def plan(settings: UpSettings, served: tuple[Served, ...], data: Path, redis_url: str) -> Plan:
-    """The processes of the whole system. ``data`` is absolute."""
+    """The processes of the whole system. ``data`` is absolute.
+
+    Raises SettingsError where a part would refuse its settings.
+    """
     common = {
         "COLLM_REDIS_URL": redis_url,
         "COLLM_DATA_DIR": str(data),
@@ -84,29 +103,48 @@ def plan(settings: UpSettings, served: tuple[Served, ...], data: Path, redis_url
     gateway = {
         "COLLM_GATEWAY_HOST": settings.host,
         "COLLM_GATEWAY_PORT": str(settings.port),
-        # Running answers get most of the time to stop, their cut connections the rest.
-        "COLLM_GATEWAY_SHUTDOWN_GRACE": str(0.75 * settings.stop_timeout),
     }
-    dispatcher = {"COLLM_DISPATCHER_PORT": "0"}
+    dispatcher: dict[str, str] = {}
     if settings.policy is not None:
         dispatcher["COLLM_DISPATCHER_POLICY"] = settings.policy
     parts = [
         Part("gateway", "services.gateway", {**common, **gateway}, vital=True),
         Part("dispatcher", "services.dispatcher", {**common, **dispatcher}, vital=True),
-        *(Part(r, "services.replica", {**common, **e}) for r, e in _replicas(settings, served)),
+        *(
+            Part(name, "services.replica", {**common, **variables}, number=number)
+            for number, (name, variables) in enumerate(_replicas(settings, served))
+        ),
+        *(Part(n, f"services.{n}", common) for n in TRAINERS if settings.train),
     ]
-    if settings.train:
-        parts += [
-            Part(n, f"services.{n}", {**common, f"COLLM_{n.upper()}_PORT": "0"})
-            for n in _trainers()
-        ]
-    return Plan(tuple(parts), served)
+    return Plan(tuple(_completed(part, settings) for part in parts), served)
+
+
+def _completed(part: Part, settings: UpSettings) -> Part:
+    """With what its own settings leave open, and how long it may take to stop.
+
+    A port for metrics that is not set becomes any free one; with one that is, each replica takes
+    the one after its predecessor's.
+    """
+    own = read(part.name, part.module, part.environment)
+    more, patience = {}, settings.stop_timeout
+    if isinstance(own, ReplicaSettings):
+        patience = max(patience, own.drain_seconds + ENDING_SECONDS)
+        if own.port:
+            more["COLLM_REPLICA_PORT"] = str(own.port + part.number)
+    elif not isinstance(own, GatewaySettings):
+        if "port" not in own.model_fields_set:
+            more[f"COLLM_{own.section.upper()}_PORT"] = "0"
+    elif "shutdown_grace" in own.model_fields_set:
+        patience = max(patience, own.shutdown_grace / RUNNING_SHARE)
+    else:
+        more["COLLM_GATEWAY_SHUTDOWN_GRACE"] = str(RUNNING_SHARE * patience)
+    environment = {**part.environment, **more}
+    return replace(part, environment=environment, patience=patience, host=own.host)
 
 
 def _replicas(settings: UpSettings, served: tuple[Served, ...]) -> list[tuple[str, dict[str, str]]]:
     """(id, variables) of each replica; ids count through all models."""
     found: list[tuple[str, dict[str, str]]] = []
-    training = settings.train and bool(_trainers())
     for one in served:
         for _ in range(one.replicas):
             name = f"replica-{len(found)}"
@@ -115,15 +153,9 @@ def _replicas(settings: UpSettings, served: tuple[Served, ...]) -> list[tuple[st
                 "COLLM_REPLICA_MODEL": one.name,
                 "COLLM_REPLICA_MODEL_PATH": str(one.model.path),
                 "COLLM_REPLICA_ENGINE": settings.engine,
-                "COLLM_REPLICA_TRAINING": str(training).lower(),
+                "COLLM_REPLICA_TRAINING": str(settings.train).lower(),
             }
             if settings.profile is not None:
                 variables["COLLM_REPLICA_PROFILE"] = settings.profile
             found.append((name, variables))
     return found
-
-
-def _trainers() -> tuple[str, ...]:
-    """The services that decide on training, as far as this installation has them."""
-    names = ("launcher", "coordinator")
-    return tuple(n for n in names if importlib.util.find_spec(f"services.{n}.__main__"))

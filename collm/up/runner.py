@@ -3,73 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import signal
-import socket
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import IO, Any
-
-from redis.exceptions import RedisError
+from typing import Any
 
 from collm.redis_server import NoRedis, RedisServer
 from collm.up import lora, ready
+from collm.up.again import asked_back
 from collm.up.child import Child, GivenUp
+from collm.up.claims import address
 from collm.up.errors import UpError
+from collm.up.listeners import port_of
+from collm.up.logfile import rotate
 from collm.up.plan import Plan
 from collm.up.settings import UpSettings
-from shared.redis_client import TRANSIENT, connect
 
 Tell = Callable[[str], None]
-OLDEST_REDIS = (6, 2)
-
-
-def lock_data(data: Path) -> IO[str]:
-    """Keep a second runner off the folder; held until closed. Raises UpError."""
-    run = data / "run"
-    run.mkdir(parents=True, exist_ok=True)
-    lock = (run / "lock").open("a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-        lock.close()
-        raise UpError(
-            f"{data} is in use by another `collm up`; stop it or choose another --data-dir"
-        ) from e
-    return lock
-
-
-def claim_port(host: str, port: int) -> int:
-    """The port to listen on (any free one for 0). Raises UpError when it is taken."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((host, port))
-        except OSError as e:
-            raise UpError(
-                f"cannot listen on {host}:{port}: {e.strerror}; choose another --port"
-            ) from e
-        return int(s.getsockname()[1])
-
-
-async def check_redis(url: str) -> None:
-    """Whether an existing Redis answers and is new enough. Raises UpError."""
-    try:
-        client = connect(url)
-    except ValueError as e:
-        raise UpError(str(e)) from e
-    shown = url.split("@")[-1]
-    try:
-        info = await client.info("server")
-    except (*TRANSIENT, RedisError) as e:
-        raise UpError(f"Redis at {shown} does not answer: {e}") from e
-    finally:
-        await client.aclose()
-    version = str(info["redis_version"])
-    if tuple(int(p) for p in version.split(".")[:2]) < OLDEST_REDIS:
-        raise UpError(f"Redis at {shown} is {version}; 6.2 or newer is needed")
+UPKEEP_SECONDS = 1.0  # between two looks at the logs and the ports
 
 
 class Runner:
@@ -91,6 +44,10 @@ class Runner:
         self._settings, self._plan, self._data = settings, plan, data
         self._redis, self._redis_url, self._tell = redis, redis_url, tell
         self._stop = asyncio.Event()
+        self._parts = {part.name: part for part in plan.parts}
+        self._replicas = {p.name for p in plan.parts if p.module == "services.replica"}
+        self._ports: dict[int, int] = {}  # pid -> where it listens
+        self._written = ""  # the facts as they are in up.json
         self._children = {
             part.name: Child(
                 part.name,
@@ -100,7 +57,7 @@ class Runner:
                 tell=tell,
                 restarts=settings.restarts,
                 started=self._write_facts,
-                may_leave=part.module == "services.replica",
+                may_leave=part.name in self._replicas,
             )
             for part in plan.parts
         }
@@ -108,8 +65,7 @@ class Runner:
     @property
     def url(self) -> str:
         """Where clients reach the gateway."""
-        host = self._settings.host
-        return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self._settings.port}"
+        return address(self._settings.host, self._settings.port)
 
     def facts(self) -> dict[str, object]:
         """What a script needs to know about the running system."""
@@ -123,7 +79,17 @@ class Runner:
             "redis": self._redis_url,
             "data_dir": str(self._data),
             "pids": pids,
+            "metrics": self._metrics(),
         }
+
+    def _metrics(self) -> dict[str, str]:
+        """Part -> its /metrics page; a part that does not listen yet is missing."""
+        found = {"gateway": f"{self.url}/metrics"}
+        for name, child in self._children.items():
+            port = self._ports.get(child.pid) if child.pid is not None else None
+            if name != "gateway" and port is not None:
+                found[name] = f"{address(self._parts[name].host, port)}/metrics"
+        return found
 
     async def run(self, on_ready: Callable[[dict[str, object]], None]) -> None:
         """Start, wait until requests are answered, say so, go on until stopped.
@@ -140,12 +106,14 @@ class Runner:
                 await child.start()
             self._write_facts()
             keepers = [asyncio.create_task(self._keep(p.name, p.vital)) for p in self._plan.parts]
+            keepers.append(asyncio.create_task(self._upkeep()))
             if self._redis is not None:
                 keepers.append(asyncio.create_task(self._keep_redis(self._redis)))
             await self._until_ready(keepers)
             if not self._stop.is_set():
                 admin, modules = self._admin_url or self.url, self._settings.lora_modules
                 await lora.load(admin, modules, self._data, self._tell)
+                self._see_ports()
                 on_ready(self.facts())
             await self._first(keepers, self._stop.wait())
         finally:
@@ -186,16 +154,51 @@ class Runner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep(self, name: str, vital: bool) -> None:
-        try:
-            await self._children[name].keep()
-            await self._stop.wait()
-        except GivenUp as e:
-            replicas = [p for p in self._plan.parts if p.module == "services.replica"]
-            alone = all(self._children[p.name].pid is None for p in replicas)
-            if vital or alone:
-                raise UpError(str(e)) from e
-            self._tell(f"{e}\n{name} stays away; the rest goes on")
-            await self._stop.wait()
+        child = self._children[name]
+        while not self._stop.is_set():
+            try:
+                await child.keep()
+            except GivenUp as e:
+                if vital or all(self._children[r].pid is None for r in self._replicas):
+                    raise UpError(str(e)) from e
+                again = f"; `collm undrain {name}` tries again" if name in self._replicas else ""
+                self._tell(f"{e}\n{name} stays away; the rest goes on{again}")
+            if not self._stop.is_set():
+                await self._until_wanted(name)
+                await child.revive()
+
+    async def _until_wanted(self, name: str) -> None:
+        """Return when the replica is asked back, or at the end."""
+        waits: list[Coroutine[Any, Any, object]] = [self._stop.wait()]
+        if name in self._replicas:
+            waits.append(asked_back(self._redis_url, name))
+        await self._first([], *waits)
+        if not self._stop.is_set():
+            self._tell(f"{name} is wanted again; starting it")
+
+    async def _upkeep(self) -> None:
+        """Keep logs short, and up.json true: a port is known only when its process listens."""
+        logs = [child.log for child in self._children.values()]
+        logs += [self._redis.log] if self._redis is not None else []
+        told = False
+        while not self._stop.is_set():
+            self._see_ports()
+            try:
+                await asyncio.to_thread(lambda: [rotate(log) for log in logs])
+            except OSError as e:
+                if not told:
+                    self._tell(f"a log is not cut short: {e}")
+                told = True
+            await asyncio.sleep(UPKEEP_SECONDS)
+
+    def _see_ports(self) -> None:
+        """Look up the port of each process that has none yet; write what is new."""
+        for name, child in self._children.items():
+            if child.pid is None or name == "gateway" or child.pid in self._ports:
+                continue
+            if (port := port_of(child.pid)) is not None:
+                self._ports[child.pid] = port
+        self._write_facts()
 
     async def _keep_redis(self, server: RedisServer) -> None:
         """Restart our own Redis when it dies; its append-only file brings everything back."""
@@ -214,21 +217,24 @@ class Runner:
 
     def _write_facts(self) -> None:
         """For `collm queues` and the like: where the running system is."""
+        facts = json.dumps(self.facts()) + "\n"
+        if facts == self._written or self._stop.is_set():
+            return
         path = self._data / "run" / "up.json"
         scratch = path.with_suffix(".new")
-        scratch.write_text(json.dumps(self.facts()) + "\n", encoding="utf-8")
+        scratch.write_text(facts, encoding="utf-8")
         scratch.replace(path)
+        self._written = facts
 
     async def _shut_down(self, keepers: list[asyncio.Task[None]]) -> None:
         """Gateway first (it drains), replicas last, then Redis."""
         self._stop.set()
-        patience = self._settings.stop_timeout
         for group in self._plan.stops():
-            if group:
-                await asyncio.gather(*(self._children[n].stop(patience) for n in group))
+            stops = (self._children[n].stop(self._parts[n].patience) for n in group)
+            await asyncio.gather(*stops)
         (self._data / "run" / "up.json").unlink(missing_ok=True)
         if self._redis is not None:
-            await asyncio.to_thread(self._redis.stop, patience)
+            await asyncio.to_thread(self._redis.stop, self._settings.stop_timeout)
         for keeper in keepers:
             keeper.cancel()
         await asyncio.gather(*keepers, return_exceptions=True)

@@ -3,7 +3,6 @@ paths and queries are nobody's business)."""
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 
@@ -51,7 +50,7 @@ def sockets(http: uvicorn.Server, gateway: Gateway) -> list[socket.socket] | Non
 
 def _allowed(gateway: Gateway, host: str) -> str:
     """The host, or loopback where everybody would be the operator."""
-    if not gateway.access.open or _loopback(host) or gateway.settings.allow_open:
+    if gateway.settings.may_listen(host):
         return host
     log.warning(
         "no keys file (COLLM_API_KEYS_FILE): listening on loopback only instead of %s; "
@@ -59,10 +58,3 @@ def _allowed(gateway: Gateway, host: str) -> str:
         host,
     )
     return "127.0.0.1"
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -113,9 +114,20 @@ class GatewaySettings(settings.Settings):
     admin_host: str = Field("127.0.0.1", description="Address of admin_port")
     shutdown_grace: float = Field(30.0, gt=0, description="Seconds for running answers at the end")
 
+    def may_listen(self, host: str) -> bool:
+        """Not where others reach it while everybody is the operator, unless that is wanted."""
+        return self.api_keys_file is not None or self.allow_open or _loopback(host)
+
     @model_validator(mode="after")
     def _apart(self) -> GatewaySettings:
         wanted = [t.feedback_adapter for t in self.tenants.values() if t.feedback_adapter]
         if twice := next((name for name in wanted if wanted.count(name) > 1), None):
             raise ValueError(f"tenants: two of them have the feedback_adapter {twice!r}")
         return self
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

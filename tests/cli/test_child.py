@@ -20,7 +20,9 @@ DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flus
 DEAF += "time.sleep(600)"
 
 
-def _child(tmp_path: Path, code: str, told: list[str], restarts: int = 3) -> Child:
+def _child(
+    tmp_path: Path, code: str, told: list[str], restarts: int = 3, may_leave: bool = False
+) -> Child:
     return Child(
         "one",
         [sys.executable, "-c", code],
@@ -29,6 +31,7 @@ def _child(tmp_path: Path, code: str, told: list[str], restarts: int = 3) -> Chi
         tell=told.append,
         restarts=restarts,
         started=lambda: None,
+        may_leave=may_leave,
     )
 
 
@@ -84,6 +87,20 @@ async def test_a_stopped_child_is_not_restarted(tmp_path: Path) -> None:
     await child.stop(5.0)
     await asyncio.wait_for(keeper, 5.0)
     assert told == []
+
+
+async def test_a_child_that_left_can_be_started_again(tmp_path: Path) -> None:
+    told: list[str] = []
+    child = _child(tmp_path, "print('up')", told, may_leave=True)
+    await child.start()
+    await child.keep()
+    assert told == ["one has drained and stays away; `collm undrain one` starts it again"]
+    await child.revive()
+    await child.keep()
+    assert child.log.read_text() == "up\nup\n"
+    await child.stop(5.0)
+    await child.revive()
+    assert child.pid is None, "what was stopped stays so"
 
 
 def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:

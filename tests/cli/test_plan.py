@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from collm.models import Model
-from collm.up.plan import BadPlan, Plan, plan, serve, split
+from collm.up.claims import address, check_open
+from collm.up.errors import UpError
+from collm.up.plan import BadPlan, Part, Plan, listening, plan, serve, split
 from collm.up.settings import UpSettings
+from services.gateway.settings import GatewaySettings
+from shared.settings import SettingsError
 
 SMALL = Model("small", Path("/models/small"))
 OTHER = Model("other", Path("/models/other"))
@@ -95,3 +100,109 @@ def test_settings_of_each_service_accept_what_they_are_given(
     replica = load(ReplicaSettings, environments["replica-0"])
     assert (replica.id, replica.model, replica.engine) == ("replica-0", "small", "torch")
     assert replica.profile == "zero"
+
+
+def _parts(**options: object) -> dict[str, Part]:
+    settings = UpSettings.model_validate({"models": ("small",), "replicas": 2, **options})
+    return {part.name: part for part in _plan(settings, SMALL).parts}
+
+
+def test_a_metrics_port_that_is_set_is_kept_and_others_are_any_free_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLLM_DISPATCHER_PORT", "9301")
+    monkeypatch.setenv("COLLM_REPLICA_PORT", "9400")
+    parts = _parts()
+    assert "COLLM_DISPATCHER_PORT" not in parts["dispatcher"].environment
+    assert parts["launcher"].environment["COLLM_LAUNCHER_PORT"] == "0"
+    assert parts["coordinator"].environment["COLLM_COORDINATOR_PORT"] == "0"
+    ports = [parts[f"replica-{n}"].environment["COLLM_REPLICA_PORT"] for n in range(2)]
+    assert ports == ["9400", "9401"]
+
+
+def test_the_gateways_own_address_counts_where_up_says_nothing() -> None:
+    gateway = GatewaySettings(host="::1", port=9000)
+    taken = listening(UpSettings(), gateway)
+    assert (taken.host, taken.port) == ("::1", 9000)
+    kept = listening(UpSettings(port=8001), gateway)
+    assert (kept.host, kept.port) == ("::1", 8001)
+    assert listening(UpSettings(), GatewaySettings()).port == 8000
+
+
+def test_a_replica_gets_the_time_to_drain_and_the_gateway_that_for_its_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = _parts(stop_timeout=20)
+    assert parts["replica-0"].patience == 40, "drain_seconds is 30"
+    assert parts["gateway"].patience == parts["dispatcher"].patience == 20
+    assert parts["gateway"].environment["COLLM_GATEWAY_SHUTDOWN_GRACE"] == "15.0"
+    monkeypatch.setenv("COLLM_REPLICA_DRAIN_SECONDS", "5")
+    monkeypatch.setenv("COLLM_GATEWAY_SHUTDOWN_GRACE", "60")
+    parts = _parts(stop_timeout=20)
+    assert parts["replica-0"].patience == 20
+    assert parts["gateway"].patience == 80
+    assert "COLLM_GATEWAY_SHUTDOWN_GRACE" not in parts["gateway"].environment
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("COLLM_LAUNCHER_TICK", "0", "launcher would not start.*COLLM_LAUNCHER_TICK: tick"),
+        ("COLLM_COORDINATOR_GRASE", "1", "coordinator would not.*variable COLLM_COORDINATOR_GRASE"),
+        ("COLLM_REPLICA_KV_TOKENS", "many", "replica-0 would not.*COLLM_REPLICA_KV_TOKENS"),
+        ("COLLM_TRAINING_R", "0", "replica-0 would not start.*COLLM_TRAINING_R: r"),
+        ("COLLM_DISPATCHER_PORT", "x", "dispatcher would not start.*COLLM_DISPATCHER_PORT"),
+        ("COLLM_API_KEYS_FILE", "/absent.json", "gateway would not start: /absent.json"),
+    ],
+)
+def test_a_setting_that_a_part_would_refuse_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingsError, match=f"(?s){message}"):
+        _parts()
+
+
+def test_a_key_of_the_file_that_a_part_would_refuse_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "collm.yaml").write_text("launcher: {tock: 1}\n")
+    monkeypatch.setenv("COLLM_CONFIG", str(tmp_path / "collm.yaml"))
+    with pytest.raises(SettingsError, match=r"(?s)launcher would not start.*launcher\.tock"):
+        _parts()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "server.example"])
+def test_an_address_that_others_reach_needs_keys_or_a_word(host: str, tmp_path: Path) -> None:
+    with pytest.raises(UpError, match=r"COLLM_API_KEYS_FILE.*COLLM_GATEWAY_ALLOW_OPEN"):
+        check_open(GatewaySettings(host=host))
+    check_open(GatewaySettings(host=host, allow_open=True))
+    check_open(GatewaySettings(host=host, api_keys_file=tmp_path / "keys.json"))
+    with pytest.raises(UpError, match=f"gateway.admin_host {host}"):
+        check_open(GatewaySettings(admin_port=9000, admin_host=host))
+    check_open(GatewaySettings(admin_host=host))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
+def test_loopback_needs_neither(host: str) -> None:
+    check_open(GatewaySettings(host=host))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("10.0.0.5", "http://10.0.0.5:80"),
+        ("::1", "http://[::1]:80"),
+    ],
+)
+def test_what_listens_is_asked_where_it_listens(host: str, url: str) -> None:
+    assert address(host, 80) == url
+
+
+def test_the_memory_of_redis_is_a_size_as_redis_writes_it() -> None:
+    for size in ("512mb", "2GB", "1000", "0", 0):
+        assert UpSettings(redis_maxmemory=size).redis_maxmemory == str(size)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="a size such as 512mb"):
+        UpSettings(redis_maxmemory="lots")

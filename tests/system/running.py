@@ -75,10 +75,18 @@ class System:
     def redis_url(self) -> str:
         return str(self.facts["redis"])
 
+    def now(self) -> dict[str, Any]:
+        """The facts as they are now."""
+        return dict(json.loads((self.data / "run" / "up.json").read_text()))
+
     def pids(self) -> dict[str, int]:
         """The processes as they are now (a restarted one has another pid)."""
-        path = self.data / "run" / "up.json"
-        return dict(json.loads(path.read_text())["pids"])
+        return dict(self.now()["pids"])
+
+    def collm(self, *arguments: str) -> str:
+        """What a command says about this system."""
+        command = [sys.executable, "-m", "collm", *arguments, "--data-dir", str(self.data)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(

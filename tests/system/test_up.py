@@ -15,7 +15,10 @@ import httpx
 import openai
 import psutil
 import pytest
+import redis
 
+from collm.up.logfile import LOG_BYTES
+from shared.settings import child_environment
 from tests.system.running import System, gone
 from tests.tiny import write_adapter
 
@@ -31,10 +34,77 @@ def _await(condition: object, what: str, seconds: float = 120.0) -> None:
 
 def test_the_json_line_names_every_process(emulated: System) -> None:
     facts = emulated.facts
-    assert set(facts) == {"url", "redis", "data_dir", "pids"}
+    assert set(facts) == {"url", "redis", "data_dir", "pids", "metrics"}
     assert {"redis", "gateway", "dispatcher", "replica-0", "replica-1"} <= set(facts["pids"])
     for pid in facts["pids"].values():
         assert psutil.pid_exists(pid)
+
+
+def test_up_json_names_the_metrics_page_of_every_process(emulated: System) -> None:
+    parts = {"gateway", "dispatcher", "replica-0", "replica-1"}
+    _await(lambda: set(emulated.now()["metrics"]) == parts, "a page is missing")
+    for part, url in emulated.now()["metrics"].items():
+        series = "collm_engine_info" if part.startswith("replica") else "collm_"
+        assert series in httpx.get(url, timeout=60).text, part
+
+
+def test_redis_has_a_bound_and_evicts_nothing(emulated: System) -> None:
+    with redis.Redis.from_url(emulated.redis_url, decode_responses=True) as client:
+        assert client.config_get("maxmemory") == {"maxmemory": str(2 << 30)}
+        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+
+
+def test_a_drained_replica_comes_back_when_it_is_wanted(tmp_path: Path, tiny_folder: Path) -> None:
+    with System(tmp_path, *EMULATED, "--model", f"{tiny_folder}:2") as system:
+        system.await_serving()
+        first = system.pids()["replica-0"]
+        assert "replica-0 has stopped" in system.collm("drain", "replica-0")
+        _await(lambda: system.pids()["replica-0"] is None, "it stays")
+        assert "`collm undrain replica-0` starts it again" in system.log.read_text()
+        assert "replica-0 serves again" in system.collm("undrain", "replica-0")
+        second = system.pids()["replica-0"]
+        assert second not in (None, first)
+        assert "serves again" in system.collm("drain", "replica-0", "--restart")
+        assert system.pids()["replica-0"] not in (None, first, second)
+        system.await_serving()
+        system.await_drained()
+        assert "died" not in system.log.read_text()
+
+
+def test_a_log_is_cut_while_the_system_runs(tmp_path: Path, tiny_folder: Path) -> None:
+    with System(tmp_path, *EMULATED, "--model", f"{tiny_folder}:1") as system:
+        log = tmp_path / "logs" / "gateway.log"
+        with log.open("ab") as more:
+            more.truncate(LOG_BYTES + 1)
+        _await(lambda: log.stat().st_size < LOG_BYTES, "not cut")
+        assert (tmp_path / "logs" / "gateway.log.1").stat().st_size > LOG_BYTES
+        assert system.process.poll() is None
+
+
+def test_a_setting_that_any_service_refuses_is_told_before_anything_starts(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
+    (tmp_path / "collm.yaml").write_text("coordinator: {training: {local_stepz: 2}}\n")
+    command = [sys.executable, "-m", "collm", "up", "--data-dir", str(tmp_path), "--port", "0"]
+    command += ["--model", str(tiny_folder), "--engine", "emulated"]
+    environment = child_environment({"PYTHONPATH": str(Path(__file__).resolve().parents[2])})
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 1
+    assert "coordinator would not start" in result.stderr
+    assert "training.local_stepz" in result.stderr
+    assert not (tmp_path / "redis").exists()
+    assert not (tmp_path / "logs").exists()
+
+
+def test_an_open_address_is_served_where_that_is_wanted(tmp_path: Path, tiny_folder: Path) -> None:
+    options = (*EMULATED, "--model", f"{tiny_folder}:1", "--host", "0.0.0.0")
+    variables = {"COLLM_GATEWAY_ALLOW_OPEN": "true"}
+    with System(tmp_path, *options, variables=variables) as system:
+        port = system.url.rpartition(":")[2]
+        assert system.url == f"http://127.0.0.1:{port}"
+        found = psutil.Process(system.pids()["gateway"]).net_connections("tcp")
+        bound = [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN]
+        assert bound == ["0.0.0.0"]
 
 
 def test_queues_json_has_the_promised_shape(emulated: System) -> None:
@@ -122,6 +192,16 @@ def test_a_long_answer_does_not_hold_up_the_stop(
         with pytest.raises((openai.APIError, httpx.TransportError)):
             list(parts)
     assert "killed" not in system.log.read_text().replace("once more to kill", "")
+
+
+def test_a_replica_may_drain_longer_than_others_may_stop(tmp_path: Path, tiny_folder: Path) -> None:
+    """No process is gone within a hundredth of a second."""
+    (tmp_path / "collm.yaml").write_text("up: {stop_timeout: 0.01}\n")
+    with System(tmp_path, *EMULATED, "--model", f"{tiny_folder}:1") as system:
+        assert system.stop() == 0
+        log = system.log.read_text()
+    assert "dispatcher did not stop within 0 s; killed" in log
+    assert "replica-0 did not stop" not in log
 
 
 def test_a_killed_runner_leaves_no_process(tmp_path: Path, tiny_model: Path) -> None:
