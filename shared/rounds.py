@@ -285,7 +285,6 @@ class EvaluateResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-Job = InitialiseJob | PrepareJob | RoundJob | SendJob | AggregateJob | EvaluateJob
 J = TypeVar("J", bound=msgspec.Struct)
 
 

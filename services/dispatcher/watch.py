@@ -34,7 +34,6 @@ class Death(msgspec.Struct, frozen=True):
 
     replica: str
     incarnation: str
-    state: str
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -127,7 +126,7 @@ class ReplicaWatch:
         self._misses[record.id] = misses
         if misses >= MISSES:
             self._leave(record.id, r)
-            r.dead.append(Death(record.id, record.incarnation, record.state))
+            r.dead.append(Death(record.id, record.incarnation))
 
     def _leave(self, replica: str, r: _Result, model: str | None = None) -> None:
         if self._views.pop(replica, None) is not None:

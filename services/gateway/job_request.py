@@ -14,7 +14,6 @@ from shared.rounds import STRATEGIES
 LEARNING_RATE = 5e-4  # times learning_rate_multiplier
 MICRO_BATCH = 4
 LOCAL_STEPS = 6  # optimiser steps a client and round, unless metadata says otherwise
-ROUNDS = 20
 DEFAULT_EPOCHS = 3
 
 Auto = Literal["auto"]

@@ -26,7 +26,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     weights: Handle | None = None  # weights that another process holds; None = map the file
     environment: dict[str, str] = {}  # set before anything is imported
-    incarnation: str = ""
     previous_exit: int | None = None  # exit code of the process that this one replaces
     settings: dict[str, object] = {}  # TrainingSettings; absent = the environment's
     log_level: str = "INFO"
