@@ -190,9 +190,7 @@ def _order(shapes: Mapping[str, tuple[Path, tuple[int, ...]]]) -> list[tuple[str
     return order
 
 
-def _layout(
-    shapes: Mapping[str, tuple[Path, tuple[int, ...]]], itemsize: int
-) -> tuple[list[_Slot], int]:
+def _layout(shapes: Mapping[str, tuple[Path, tuple[int, ...]]], itemsize: int) -> list[_Slot]:
     """Slots of all tensors, with fillers so that each group begins on a cache line."""
     slots: list[_Slot] = []
     position = 0
@@ -206,13 +204,13 @@ def _layout(
             size = torch.Size(shape).numel() * itemsize
             slots.append(_Slot(name, shape, position, position + size))
             position += size
-    return slots, position
+    return slots
 
 
 def _write(folder: Path, target: Path, dtype: torch.dtype, fingerprint: str) -> None:
     """Write the whole file beside its place, then rename it: readers see all of it or nothing."""
     shapes = checkpoint.shapes(folder)
-    slots, _ = _layout(shapes, dtype.itemsize)
+    slots = _layout(shapes, dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "source": fingerprint}}
     for slot in slots:
         header[slot.name] = {

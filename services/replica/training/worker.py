@@ -206,4 +206,4 @@ def main(config_json: str, pipe: Connection) -> None:
     redis: Redis = connect_sync(config.redis_url, socket_timeout=60.0)
     context = TrainingContext(config, redis)
     threading.Thread(target=_watch, args=(pipe,), name="parent-watch", daemon=True).start()
-    serve(context, lambda: pipes.send(pipe, {"ready": {config.replica: {"pid": os.getpid()}}}))
+    serve(context, lambda: pipes.send(pipe, {"ready": True}))
