@@ -23,6 +23,7 @@ from services.gateway.errors import ApiError, bad_value, unavailable
 from services.gateway.routes import body_of, caller, json, not_found
 from shared import data_homes, names
 from shared.adapters import Conflict
+from shared.tail import just_before
 
 if TYPE_CHECKING:
     from services.gateway.service import Gateway
@@ -198,8 +199,7 @@ async def _store(gateway: Gateway, tenant: str, request_id: str, asked: Asked, l
 async def _send(gateway: Gateway, home: str, adapter: str, file: str, raw: bytes) -> None:
     """Stored when this returns. Raises ApiError 400, 503."""
     redis = gateway.redis
-    seconds, micros = await redis.time()
-    since = f"{seconds * 1000 + micros // 1000 - 1}-0"
+    since = await just_before(redis)
     ticket = await data_homes.send(redis, home, adapter, file, raw)
     answers = await data_homes.answers(redis, [ticket], since, STORE_SECONDS)
     if ticket not in answers:

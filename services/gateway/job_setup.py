@@ -11,6 +11,7 @@ import msgspec
 from services.gateway.job_request import JobRequest, options, shards
 from shared import data_homes, training_data
 from shared.jobs import File, Job, path
+from shared.tail import just_before
 
 if TYPE_CHECKING:
     from services.gateway.service import Gateway
@@ -136,8 +137,7 @@ async def _bring_home(
 async def _send(gateway: Gateway, job: Job, source: Source, param: str) -> None:
     """To all homes of the job. Raises Unusable when one does not take it."""
     redis = gateway.redis
-    seconds, micros = await redis.time()
-    since = f"{seconds * 1000 + micros // 1000 - 1}-0"
+    since = await just_before(redis)
     tickets = [
         await data_homes.send(
             redis,

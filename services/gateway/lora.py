@@ -22,6 +22,7 @@ from shared import adapter_files, data_homes, names
 from shared.adapter_files import CONFIG_FILE, TENSOR_FILE, BadFolder, BadName, BadPath, PeftCard
 from shared.adapters import Adapter, AdapterRegistry, AdapterVersion, Conflict
 from shared.messages import BODY, LoadAdapter, UnloadAdapter, encode
+from shared.tail import just_before
 
 if TYPE_CHECKING:
     from services.gateway.service import Gateway
@@ -151,8 +152,7 @@ class Adapters:
     ) -> dict[str, dict[str, str]]:
         """Replica -> the event that answered it."""
         redis = self._gateway.redis
-        seconds, micros = await redis.time()
-        since = f"{seconds * 1000 + micros // 1000 - 1}-0"
+        since = await just_before(redis)
         for replica, command in commands.items():
             kind = str(command.__struct_config__.tag)
             await redis.xadd(names.control(replica), {"kind": kind, BODY: encode(command)})
