@@ -15,7 +15,6 @@ from redis.asyncio import Redis
 
 from services.dispatcher.policies.base import ReplicaView
 from shared import names
-from shared.latency import LatencyModel
 from shared.records import HEARTBEAT_TTL_MS, ReplicaRecord
 from shared.replica_state import DISPATCHABLE, State
 
@@ -178,11 +177,5 @@ def view_of(record: ReplicaRecord) -> ReplicaView:
         context=record.context,
         adapters=record.adapters,
         quality=record.q,
-        latency=latency_of(record),
+        latency=record.latency(),
     )
-
-
-def latency_of(record: ReplicaRecord) -> LatencyModel | None:
-    """The coordinator's coefficients; None until there are any."""
-    known = {k: v for k, v in record.coefficients.items() if k in LatencyModel.__struct_fields__}
-    return LatencyModel(**known) if known else None

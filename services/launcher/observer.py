@@ -15,7 +15,6 @@ from services.launcher.windows import Load
 from shared import demand, names, sessions
 from shared.adapters import AdapterRegistry
 from shared.demand import ModelDemand
-from shared.latency import LatencyModel
 from shared.messages import StepSample, UtilSample
 from shared.records import ReplicaRecord
 from shared.tail import SampleReader, follow
@@ -181,12 +180,9 @@ class Observer:
         self, record: ReplicaRecord, said: ModelDemand | None
     ) -> tuple[float | None, float | None]:
         """Requests per second at the present B, and at B0; None without coefficients."""
-        known = {
-            k: v for k, v in record.coefficients.items() if k in LatencyModel.__struct_fields__
-        }
-        if not known:
+        model = record.latency()
+        if model is None:
             return None, None
-        model = LatencyModel(**known)
         prompt, output = self._lengths.get(record.model, (128.0, 128.0))
         if said is not None and said.output > 0:
             prompt, output = said.prompt, said.output
