@@ -16,6 +16,7 @@ from shared.latency import LatencyModel
 
 HEARTBEAT_SECONDS = 0.5
 HEARTBEAT_TTL_MS = 3000
+SILENCE = HEARTBEAT_TTL_MS / 1e3 + 1.0  # seconds after which an older heartbeat has expired
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,13 +15,12 @@ from redis.asyncio import Redis
 
 from services.dispatcher.policies.base import ReplicaView
 from shared import names
-from shared.records import HEARTBEAT_TTL_MS, ReplicaRecord
+from shared.records import SILENCE, ReplicaRecord
 from shared.replica_state import DISPATCHABLE, State
 
 log = logging.getLogger(__name__)
 
 SLOW_SECONDS = 0.5  # a round trip that takes longer counts as an outage of Redis
-GRACE_SECONDS = HEARTBEAT_TTL_MS / 1e3 + 1.0
 MISSES = 2  # missing heartbeats in consecutive rounds that mean death
 _ALIVE_STATES = frozenset(
     {State.STARTING, State.SERVING, State.IDLE, State.COMBINED, State.DRAINING}
@@ -49,11 +48,11 @@ class Trust:
     """Whether a missing heartbeat may be believed: not just after Redis was away."""
 
     def __init__(self) -> None:
-        self._until = time.monotonic() + GRACE_SECONDS
+        self._until = time.monotonic() + SILENCE
 
     def doubt(self) -> None:
         """Redis did not answer, or late."""
-        self._until = time.monotonic() + GRACE_SECONDS
+        self._until = time.monotonic() + SILENCE
 
     def __bool__(self) -> bool:
         return time.monotonic() >= self._until
