@@ -16,15 +16,13 @@ from redis.asyncio import Redis
 from services.dispatcher.policies.base import ReplicaView
 from shared import names
 from shared.records import SILENCE, ReplicaRecord
-from shared.replica_state import DISPATCHABLE, State
+from shared.replica_state import ANSWERING, DISPATCHABLE, State
 
 log = logging.getLogger(__name__)
 
 SLOW_SECONDS = 0.5  # a round trip that takes longer counts as an outage of Redis
 MISSES = 2  # missing heartbeats in consecutive rounds that mean death
-_ALIVE_STATES = frozenset(
-    {State.STARTING, State.SERVING, State.IDLE, State.COMBINED, State.DRAINING}
-)
+_ALIVE_STATES = ANSWERING | {State.STARTING, State.DRAINING}
 
 
 class Death(msgspec.Struct, frozen=True):

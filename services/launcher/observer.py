@@ -17,12 +17,12 @@ from shared.adapters import AdapterRegistry
 from shared.demand import ModelDemand
 from shared.messages import StepSample, UtilSample
 from shared.records import ReplicaRecord
+from shared.replica_state import ANSWERING
 from shared.tail import SampleReader, follow
 
 log = logging.getLogger(__name__)
 
 GATHER = 0.25  # of a tick, between two reads of the metrics
-LIVE = frozenset({"serving", "idle", "combined"})
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class Observer:
             except (msgspec.ValidationError, orjson.JSONDecodeError) as e:
                 log.error("the record of %s is damaged and left out: %s", name, e)
                 continue
-            if record.state in LIVE:
+            if record.state in ANSWERING:
                 found[name] = record
         return found
 
