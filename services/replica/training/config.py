@@ -28,6 +28,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}  # set before anything is imported
     previous_exit: int | None = None  # exit code of the process that this one replaces
     settings: dict[str, object] = {}  # TrainingSettings; absent = the environment's
+    metrics_kept: int = 100_000  # entries of the metrics log
     log_level: str = "INFO"
     log_format: str = "text"
 
