@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
+MAX_RANK = 256  # that is served
 
 
 class BadName(ValueError):
@@ -107,8 +108,10 @@ def read_card(path: Path) -> PeftCard:
     if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
         raise BadFolder(f"{config}: peft_type LORA expected")
     rank, alpha, modules = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
-    if not isinstance(rank, int) or not 1 <= rank <= 1024:
-        raise BadFolder(f"{config}: r: a whole number from 1 to 1024 expected, {rank!r} found")
+    if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+        raise BadFolder(
+            f"{config}: r: a whole number from 1 to {MAX_RANK} expected, {rank!r} found"
+        )
     if not isinstance(alpha, int | float) or not alpha > 0:
         raise BadFolder(f"{config}: lora_alpha: a positive number expected, {alpha!r} found")
     if isinstance(modules, str):

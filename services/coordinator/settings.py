@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from shared.adapter_files import MAX_RANK
 from shared.rounds import STRATEGIES, Lora, Privacy
 from shared.settings import Settings
 
@@ -25,7 +26,7 @@ class TrainingOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     strategy: str = Field("fedavg", description=f"one of {', '.join(STRATEGIES)}")
-    rank: int = Field(8, ge=1, le=1024, description="LoRA rank of a new adapter")
+    rank: int = Field(8, ge=1, le=MAX_RANK, description="LoRA rank of a new adapter")
     lora_alpha: float = Field(16.0, gt=0)
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     client_ranks: dict[str, int] = Field(
@@ -79,8 +80,8 @@ class TrainingOptions(BaseModel):
             raise ValueError(
                 f"client_ranks: {self.strategy} averages equal ranks only; flexlora joins"
             )
-        if any(not 1 <= rank <= 1024 for rank in self.client_ranks.values()):
-            raise ValueError("client_ranks: ranks from 1 to 1024 expected")
+        if any(not 1 <= rank <= MAX_RANK for rank in self.client_ranks.values()):
+            raise ValueError(f"client_ranks: ranks from 1 to {MAX_RANK} expected")
         if self.noise_multiplier > 0 and self.clip == 0:
             raise ValueError("noise_multiplier without clip: noise needs a bound to be scaled to")
         return self

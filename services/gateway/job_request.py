@@ -9,6 +9,7 @@ import msgspec
 
 from services.gateway.errors import ApiError, bad_value
 from services.gateway.wire import parse
+from shared.adapter_files import MAX_RANK
 from shared.rounds import STRATEGIES
 
 LEARNING_RATE = 5e-4  # times learning_rate_multiplier
@@ -50,7 +51,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 # metadata key -> (type, least, most); "strategy" and "shard" apart.
 OPTIONS: dict[str, tuple[type, float, float]] = {
-    "rank": (int, 1, 1024),
+    "rank": (int, 1, MAX_RANK),
     "lora_alpha": (float, 1e-6, 1e6),
     "local_steps": (int, 1, 10_000),
     "max_rounds": (int, 1, 10_000),

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from services.replica.engines.base import AdapterError
+from shared.adapter_files import MAX_RANK
 
-MAX_RANK = 256
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Settings of LoraConfig that change the arithmetic in a way the engine does not have.
 REFUSED = (

@@ -13,6 +13,7 @@ from services.gateway import feedback
 from services.gateway.job_setup import Source
 from services.gateway.settings import GatewaySettings
 from shared import api_keys, data_homes, names, sessions
+from shared.adapter_files import MAX_RANK
 from shared.adapters import AdapterRegistry, AdapterVersion
 from shared.replica_state import event
 from tests.gateway.answerer import until
@@ -393,6 +394,7 @@ CASES_BAD_JOBS_ARE_REFUSED_BY_NAME = [
     ({"method": {"type": "dpo"}}, 400, "method"),
     ({"metadata": {"strategy": "magic"}}, 400, "metadata"),
     ({"metadata": {"rank": "many"}}, 400, "metadata"),
+    ({"metadata": {"rank": str(MAX_RANK + 1)}}, 400, "metadata"),
     ({"metadata": {"shard": "0"}}, 400, "metadata"),
     ({"integrations": [{"type": "wandb"}]}, 400, "integrations"),
     ({"unknown": 1}, 400, "unknown"),
