@@ -18,6 +18,8 @@ from shared.adapter_files import MAX_RANK
 from shared.rounds import STRATEGIES, Lora, Privacy
 from shared.settings import Settings
 
+_SHAPE = Lora()
+
 
 class TrainingOptions(BaseModel):
     """How sessions of one adapter train; defaults from the coordinator's settings, overridden
@@ -26,9 +28,9 @@ class TrainingOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     strategy: str = Field("fedavg", description=f"one of {', '.join(STRATEGIES)}")
-    rank: int = Field(8, ge=1, le=MAX_RANK, description="LoRA rank of a new adapter")
-    lora_alpha: float = Field(16.0, gt=0)
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    rank: int = Field(_SHAPE.rank, ge=1, le=MAX_RANK, description="LoRA rank of a new adapter")
+    lora_alpha: float = Field(_SHAPE.lora_alpha, gt=0)
+    target_modules: tuple[str, ...] = _SHAPE.target_modules
     client_ranks: dict[str, int] = Field(
         default_factory=dict,
         description="flexlora: replicas that train another rank, as replica-1=4,replica-2=16",

@@ -10,7 +10,7 @@ import msgspec
 from services.gateway.errors import ApiError, bad_value
 from services.gateway.wire import parse
 from shared.adapter_files import MAX_RANK
-from shared.rounds import STRATEGIES
+from shared.rounds import STRATEGIES, Lora
 
 LEARNING_RATE = 5e-4  # times learning_rate_multiplier
 MICRO_BATCH = 4
@@ -112,7 +112,10 @@ def options(asked: JobRequest, samples: int, homes: int) -> dict[str, str | int 
     steps = int(own.get("local_steps", LOCAL_STEPS))
     share = max(1, samples // homes)
     rounds = max(1, math.ceil(epochs * share / (steps * batch)))
+    shape = Lora()
     chosen: dict[str, str | int | float] = {
+        "rank": shape.rank,
+        "lora_alpha": shape.lora_alpha,
         "B0": micro,
         "accumulation": batch // micro,
         "learning_rate": LEARNING_RATE * rate,

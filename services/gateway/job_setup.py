@@ -113,8 +113,8 @@ async def _bring_home(
     await registry.register(
         job.adapter,
         base=job.model,
-        rank=int(chosen.get("rank", 8)),
-        lora_alpha=float(chosen.get("lora_alpha", 16.0)),
+        rank=int(chosen["rank"]),
+        lora_alpha=float(chosen["lora_alpha"]),
         tenant=job.tenant,
         source="job",
     )

@@ -16,6 +16,7 @@ from shared import api_keys, data_homes, names, sessions
 from shared.adapter_files import MAX_RANK
 from shared.adapters import AdapterRegistry, AdapterVersion
 from shared.replica_state import event
+from shared.rounds import Lora
 from tests.gateway.answerer import until
 from tests.gateway.conftest import MODEL, serve
 from tests.gateway.replica import controlled
@@ -132,6 +133,8 @@ async def test_a_job_brings_its_data_home_and_waits_for_idle_replicas(tuning, tm
     registered = await AdapterRegistry(redis, tmp_path).get(adapter)
     assert registered is not None
     assert (registered.base, registered.training["seed"]) == (MODEL, 7)
+    for name, value in {"rank": Lora().rank, "lora_alpha": Lora().lora_alpha}.items():
+        assert registered.training[name] == getattr(registered, name) == value
     await event(redis, "session_waits", adapter=adapter, why="needs 3 Idle replicas, has 0")
 
     async def told() -> bool:
