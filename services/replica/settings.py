@@ -44,7 +44,7 @@ class ReplicaSettings(Settings):
         "that of one without, if longer)",
     )
     threads: int = Field(0, ge=0, description="Compute threads; 0 = as many as the host has slots")
-    dtype: str = Field("auto", pattern="^(auto|float32|bfloat16|float16)$")
+    dtype: str = Field("auto", pattern="^(auto|float32|bfloat16)$")
     weights: str = Field("shared", pattern="^(shared|packed)$")
     hold_weights: bool = Field(
         False,
