@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from collm.redis_server import RedisServer
 from services.replica.shadow import ShadowReader
 from shared import blobs, data_homes, names, rounds
-from shared.messages import BODY, QualitySample, TrainSample, decode
+from shared.messages import BODY, TrainSample, decode
 from tests.training.process import LORA, TrainingProcess, until
 
 ENDED = ("finished", "failed", "stopped")
@@ -256,29 +256,6 @@ def test_what_the_owner_holds_out_judges_and_nothing_else_is_held_out(
     assert result.examples == count  # one step over all of it: none was split off
     assert result.heldout_before == pytest.approx(own.ce[0], rel=1e-4)
     assert home.exists()
-
-
-def test_an_idle_process_probes_the_version_it_serves_once(
-    worker: TrainingProcess, parent: str
-) -> None:
-    worker.block.B = 0  # a probe is no training
-    worker.redis.delete(names.METRICS)
-    worker.redis.hset(names.replica("r0"), "adapters", '{"math": "v0", "other": "v7"}')
-
-    def probed() -> list[QualitySample]:
-        entries = [f for _, f in worker.redis.xrange(names.METRICS) if f[b"kind"] == b"quality"]
-        return [decode(fields[BODY], QualitySample) for fields in entries]
-
-    until(probed, "a probe")
-    worker.block.B = 4
-    worker.redis.delete(names.replica("r0"))
-    [sample] = probed()
-    assert (sample.adapter, sample.version) == ("math", "v0")
-    asked = rounds.EvaluateJob(
-        session="x", client="r0", adapter="math", base="tiny", paths=(parent,), max_samples=16
-    )
-    done = worker.result(worker.call(rounds.EVALUATE, asked), rounds.EvaluateResult)
-    assert sample.ce == pytest.approx(done.ce[0], rel=1e-5)
 
 
 def test_broken_data_fails_the_job_with_file_and_line(worker: TrainingProcess, parent: str) -> None:

@@ -21,8 +21,6 @@ class TrainingSettings(Settings):
     clip_norm: float = Field(1.0, gt=0, description="limit of the gradient's L2 norm")
     gradient_checkpointing: bool = False
 
-    max_length: int = Field(512, ge=8, description="tokens of an example; longer ones are cut")
-    heldout: float = Field(0.1, ge=0, lt=1, description="part of the chats kept for evaluation")
     heldout_limit: int = Field(16, ge=1, description="chats that one evaluation reads at most")
     micro_batch: int = Field(4, ge=1, description="chats that an evaluation computes at once")
     skip_broken: bool = Field(False, description="leave broken lines out instead of failing")
@@ -30,9 +28,6 @@ class TrainingSettings(Settings):
     evaluate_every: int = Field(5, ge=1, description="optimiser steps between held-out losses")
     save_every: int = Field(25, ge=1, description="optimiser steps between saved states")
     keep_versions: int = Field(20, ge=1, description="versions of an adapter kept on disk")
-    probe_interval: float = Field(
-        60.0, ge=0, description="seconds between quality probes while no job runs; 0 = none"
-    )
 
     threads: int = Field(0, ge=0, description="compute threads; 0 = what the host's slots give")
     yielding: bool = Field(True, description="wait while serving has no slack")

@@ -29,7 +29,6 @@ from rq.serializers import JSONSerializer
 from services.replica import pipes
 from services.replica.training.config import WorkerConfig
 from services.replica.training.context import CONTEXT, TrainingContext
-from services.replica.training.evaluation import Probes
 from services.replica.training.gate import Stopped
 from shared import logs, names
 from shared.redis_client import TRANSIENT, connect_sync
@@ -59,16 +58,10 @@ class TrainingWorker(SimpleWorker):  # type: ignore[misc]
         )
         self.context = context
         self._ttl = ttl
-        self._probes = Probes(context, lambda: queue.count > 0)
 
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:
         """Seconds after which a job without a heartbeat counts as abandoned."""
         return self._ttl
-
-    def run_maintenance_tasks(self) -> None:
-        """rq's own, every few seconds between jobs; then a quality probe if one is due."""
-        super().run_maintenance_tasks()
-        self._probes.turn()
 
     def execute_job(self, job: Job, queue: Queue) -> None:
         context = self.context
