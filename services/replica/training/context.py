@@ -145,7 +145,7 @@ class TrainingContext:
         self._untouched = None
 
     def shadow(self) -> ShadowWriter:
-        """The shared memory to the serving side, with room for the configured rank."""
+        """The shared memory to the serving side; a larger adapter gets a larger one."""
         if self._shadow is None:
             self._shadow = ShadowWriter(Path(self.config.shadow), capacity=1 << 22)
         return self._shadow
