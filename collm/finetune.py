@@ -176,9 +176,7 @@ class Finetune:
             )
             return current
         job = InitialiseJob(
-            session=self._session,
             adapter=request.adapter,
-            base=record.model,
             version="r0",
             lora=request.lora,
             seed=request.seed,

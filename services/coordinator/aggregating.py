@@ -110,7 +110,6 @@ class Aggregation:
         job = SendJob(
             session=s.id,
             round=s.round,
-            client=client,
             adapter=s.adapter,
             group=group,
             blob=self._blob(client),

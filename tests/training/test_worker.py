@@ -42,7 +42,7 @@ def worker(
 @pytest.fixture(scope="module")
 def parent(worker: TrainingProcess) -> str:
     """The first version of the adapter."""
-    job = rounds.InitialiseJob(session="s0", adapter="math", base="tiny", version="v0", lora=LORA)
+    job = rounds.InitialiseJob(adapter="math", version="v0", lora=LORA)
     done = worker.result(worker.call(rounds.INITIALISE, job), rounds.InitialiseResult)
     return str(done.path)
 
@@ -100,9 +100,7 @@ def test_a_first_version_is_the_same_whether_or_not_its_adapter_was_prepared(
             changes = {"session": "p", "steps": 1, "round": 72, "judged": True}
             job = worker.round_job(parent, **changes)
             worker.result(worker.call(rounds.LOCAL_ROUND, job), rounds.RoundResult)
-        job = rounds.InitialiseJob(
-            session="p", adapter="other", base="tiny", version=version, lora=LORA
-        )
+        job = rounds.InitialiseJob(adapter="other", version=version, lora=LORA)
         made.append(worker.result(worker.call(rounds.INITIALISE, job), rounds.InitialiseResult))
     wanted = load_file(Path(parent) / "adapter_model.safetensors")
     for done in made:
@@ -224,9 +222,7 @@ def test_evaluation_ranks_versions(worker: TrainingProcess, parent: str) -> None
     job = worker.round_job(parent, session="h", publish="per_round", steps=8)
     result = worker.result(worker.call(rounds.LOCAL_ROUND, job), rounds.RoundResult)
     trained = worker.data_dir / "adapters" / "math" / result.published[-1]
-    asked = rounds.EvaluateJob(
-        session="h", client="r0", adapter="math", base="tiny", paths=("", parent, str(trained))
-    )
+    asked = rounds.EvaluateJob(client="r0", adapter="math", paths=("", parent, str(trained)))
     done = worker.result(worker.call(rounds.EVALUATE, asked), rounds.EvaluateResult)
     assert done.ce[0] == pytest.approx(done.ce[1], rel=1e-5)
     assert done.ce[2] < done.ce[0]
@@ -239,9 +235,7 @@ def test_what_the_owner_holds_out_judges_and_nothing_else_is_held_out(
     source = data_homes.folder(worker.data_dir, "r0", "math")
     raw = b"".join(f.read_bytes() for f in source.glob("*.jsonl"))
     count = data_homes.store(worker.data_dir, "r0", "judged", "own", raw)
-    asked = rounds.EvaluateJob(
-        session="j", client="r0", adapter="judged", base="tiny", paths=(parent,), max_samples=1000
-    )
+    asked = rounds.EvaluateJob(client="r0", adapter="judged", paths=(parent,), max_samples=1000)
     split = worker.result(worker.call(rounds.EVALUATE, asked), rounds.EvaluateResult)
 
     talk = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "zz"}]}
@@ -346,7 +340,7 @@ def test_a_killed_process_resumes_its_job_in_mid_round_with_the_same_outcome(
     process.redis.flushall()
     process.add_data("math")
     process.start()
-    first = rounds.InitialiseJob(session="s", adapter="math", base="tiny", version="v0", lora=LORA)
+    first = rounds.InitialiseJob(adapter="math", version="v0", lora=LORA)
     path = process.result(process.call(rounds.INITIALISE, first), rounds.InitialiseResult).path
     whole = process.round_job(path, session="whole", steps=12, blob="whole")
     process.result(process.call(rounds.LOCAL_ROUND, whole), rounds.RoundResult)
@@ -381,7 +375,7 @@ def test_a_job_that_keeps_killing_its_process_fails_and_says_how(
     process.redis.flushall()
     process.add_data("math")
     process.start()
-    first = rounds.InitialiseJob(session="s", adapter="math", base="tiny", version="v0", lora=LORA)
+    first = rounds.InitialiseJob(adapter="math", version="v0", lora=LORA)
     path = process.result(process.call(rounds.INITIALISE, first), rounds.InitialiseResult).path
     begun = process.block.micro_steps
     job = process.call(
