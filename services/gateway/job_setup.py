@@ -119,12 +119,12 @@ async def _bring_home(
         source="job",
     )
     await registry.set_training(job.adapter, chosen)
-    job = msgspec.structs.replace(job, homes=tuple(homes), options=chosen)
+    job = msgspec.structs.replace(job, homes=tuple(homes))
     # What judges goes first: no version is judged by anything else.
     if validation is not None:
         await _send(gateway, job, validation, "validation_file")
     await _send(gateway, job, training, "training_file")
-    if not await gateway.jobs.update(job, status="queued", homes=job.homes, options=job.options):
+    if not await gateway.jobs.update(job, status="queued", homes=job.homes):
         await drop_data(gateway, job)  # it was cancelled meanwhile
         return
     await gateway.jobs.enter(
