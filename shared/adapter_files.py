@@ -44,11 +44,6 @@ class PeftCard(msgspec.Struct, frozen=True, kw_only=True):
     lora_alpha: float
     target_modules: tuple[str, ...]
 
-    @property
-    def scaling(self) -> float:
-        """Factor of B A in the product: lora_alpha / r."""
-        return self.lora_alpha / self.rank
-
 
 def check_name(name: str) -> str:
     """``name`` itself. Raises BadName: 1 to 128 letters, digits, ``. _ : -``, no path tricks, and

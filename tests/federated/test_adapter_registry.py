@@ -194,7 +194,8 @@ def test_a_folder_that_is_no_adapter_is_named(tmp_path: Path) -> None:
     with pytest.raises(adapter_files.BadFolder, match="safetensors"):
         adapter_files.read_card(tmp_path)
     (tmp_path / adapter_files.TENSOR_FILE).write_bytes(b"")
-    assert adapter_files.read_card(tmp_path).scaling == 2.0
+    card = adapter_files.read_card(tmp_path)
+    assert (card.rank, card.lora_alpha) == (8, 16.0)
 
 
 async def test_residency_is_read_from_the_replica_records(redis: Redis) -> None:

@@ -288,7 +288,7 @@ def test_a_stop_command_ends_the_job_as_stopped(worker: TrainingProcess, parent:
     until(lambda: worker.block.training == 0, "end")
 
 
-def test_pause_stops_within_a_micro_step_and_gives_the_slots_back(
+def test_a_micro_batch_of_zero_stops_within_a_micro_step_and_gives_the_slots_back(
     worker: TrainingProcess, parent: str
 ) -> None:
     from services.replica.slots import Slots
@@ -297,7 +297,7 @@ def test_pause_stops_within_a_micro_step_and_gives_the_slots_back(
     job = worker.call(rounds.LOCAL_ROUND, worker.round_job(parent, session="j", steps=100_000))
     begun = worker.block.micro_steps
     until(lambda: worker.block.micro_steps > begun, "training")
-    worker.block.paused = 1
+    worker.block.B = 0
     before = worker.block.micro_steps
 
     def both() -> bool:
@@ -309,7 +309,7 @@ def test_pause_stops_within_a_micro_step_and_gives_the_slots_back(
         assert worker.block.micro_steps - before <= 1
         assert worker.block.micro_started == 0.0
     finally:
-        worker.block.paused = 0
+        worker.block.B = 4
     until(lambda: worker.block.micro_steps > before + 1, "training goes on")
     send_stop_job_command(worker.redis, job.id, serializer=JSONSerializer)
     until(lambda: worker.block.training == 0, "end")
@@ -348,9 +348,9 @@ def test_a_killed_process_resumes_its_job_in_mid_round_with_the_same_outcome(
     begun = process.block.micro_steps
     job = process.call(rounds.LOCAL_ROUND, cut)
     until(lambda: process.block.micro_steps >= begun + 10, "training")
-    process.block.paused = 1
+    process.block.B = 0
     code = process.kill()
-    process.block.paused = 0
+    process.block.B = 4
     process.start(previous_exit=code)
     result = process.result(job, rounds.RoundResult)
     process.stop()

@@ -230,8 +230,8 @@ class ServingGate:
 
     def _reason(self) -> str:
         block = self._block
-        if block.paused or block.stopping:
-            return "the replica is paused or drains"
+        if block.stopping:
+            return "the replica drains"
         if block.B <= 0:
             return "B = 0: the coordinator (or a Configure command) lets it go on"
         if not self._slack_suffices():
