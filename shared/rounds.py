@@ -39,6 +39,7 @@ STRATEGIES = ("fedavg", "fedprox", "fedadam", "ffa", "rolora", "flexlora", "medi
 
 
 FIRST_VERSION = "r0"  # with B = 0, what a new adapter begins with
+ACCUMULATION = 8  # micro-batches an optimiser step, where nobody says otherwise
 
 
 class BadJob(ValueError):
@@ -118,7 +119,7 @@ class RoundJob(msgspec.Struct, frozen=True, kw_only=True):
     train: tuple[str, ...] = ("A", "B")  # factors that are trained (ffa: B; rolora: in turn)
     prox_mu: float = 0.0  # FedProx: mu/2 ||w - w_parent||^2 is added to the loss
     steps: int = 50  # optimiser steps
-    accumulation: int = 8  # micro-batches a step
+    accumulation: int = ACCUMULATION  # micro-batches a step
     # Samples a micro-batch, one entry a step, cycled; 0 = leave the serving side alone for about
     # as long as a step takes, so that its latency without training is observed as well.
     micro_batches: tuple[int, ...] = (4,)

@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from shared.adapter_files import MAX_RANK
-from shared.rounds import STRATEGIES, Lora, Privacy
+from shared.rounds import ACCUMULATION, STRATEGIES, Lora, Privacy
 from shared.settings import Settings
 
 _SHAPE = Lora()
@@ -36,7 +36,7 @@ class TrainingOptions(BaseModel):
         description="flexlora: replicas that train another rank, as replica-1=4,replica-2=16",
     )
     local_steps: int = Field(6, ge=1, description="optimiser steps a client and round")
-    accumulation: int = Field(8, ge=1, description="micro-batches a step")
+    accumulation: int = Field(ACCUMULATION, ge=1, description="micro-batches a step")
     B0: int = Field(4, ge=1, description="samples of a micro-batch at the start")
     B_max: int = Field(16, ge=1)
     micro_batch: int = Field(0, ge=0, description="always this micro-batch; 0 = chosen by goodput")

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from shared.settings import Settings
 
+STEP_SECONDS = 0.1
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -38,7 +39,7 @@ class ReplicaSettings(Settings):
     kv_tokens: int = Field(32768, ge=256, description="KV memory, in tokens of all requests")
     max_step_tokens: int = Field(512, ge=16, description="Most prompt tokens in one step")
     step_seconds: float = Field(
-        0.1,
+        STEP_SECONDS,
         gt=0,
         description="Length of a step with prompts beside running answers, at most (or four times "
         "that of one without, if longer)",

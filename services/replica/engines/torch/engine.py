@@ -25,14 +25,13 @@ from services.replica.engines.torch.sampling import choose, needs_logits
 from services.replica.engines.torch.scheduler import Scheduler, Sequence, Work
 from services.replica.engines.torch.step import Step
 from services.replica.hand_over import Handle
+from services.replica.settings import STEP_SECONDS
 from shared.clock import Now
 from shared.lifetime import Stamp
 from shared.messages import Finished, Generate, Output, TokenLogprobs
 from shared.records import ModelCard
 
 log = logging.getLogger(__name__)
-
-STEP_SECONDS = 0.1  # of a step with prompt chunks beside running answers
 
 
 class TorchEngine:
