@@ -385,7 +385,7 @@ def test_a_job_that_keeps_killing_its_process_fails_and_says_how(
     process.start(previous_exit=process.kill())
     until(lambda: job.get_status(refresh=True) == "failed", "failure")
     said = job.latest_result().exc_string
-    assert "exit code 137: SIGKILL, perhaps out of memory" in said
+    assert "ended by SIGKILL, perhaps out of memory during the job" in said
     assert "3 times: given up" in said
     process.stop()
 

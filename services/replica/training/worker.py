@@ -27,6 +27,7 @@ from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 
 from services.replica import pipes
+from services.replica.children import describe
 from services.replica.training.config import WorkerConfig
 from services.replica.training.context import CONTEXT, TrainingContext
 from services.replica.training.gate import Stopped
@@ -133,7 +134,8 @@ def take_over(queue: Queue, previous_exit: int | None) -> list[str]:
         deaths = int(job.meta.get("deaths", 0)) + 1
         job.meta["deaths"] = deaths
         job.save_meta()
-        reason = f"the training process died during the job ({describe_exit(previous_exit)})"
+        how = "ended" if previous_exit is None else describe(previous_exit)
+        reason = f"the training process {how} during the job"
         if deaths >= ATTEMPTS:
             _fail(job, queue, f"{reason}, {deaths} times: given up")
         else:
@@ -150,18 +152,6 @@ def _fail(job: Job, queue: Queue, reason: str) -> None:
     with queue.connection.pipeline() as pipe:
         job._handle_failure(reason, pipeline=pipe, worker_name="")
         pipe.execute()
-
-
-def describe_exit(code: int | None) -> str:
-    """An exit code in words; a negative one is a signal. 137 is what a shell shows for KILL."""
-    if code is None:
-        return "exit code unknown"
-    number = -code if code < 0 else code - 128 if code > 128 else 0
-    if number:
-        name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
-        hint = ", perhaps out of memory" if number == signal.SIGKILL else ""
-        return f"exit code {128 + number}: {name}{hint}"
-    return f"exit code {code}"
 
 
 def serve(context: TrainingContext, ready: Any = None) -> None:
