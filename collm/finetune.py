@@ -30,7 +30,7 @@ from shared.records import ReplicaRecord
 from shared.redis_client import connect_sync
 from shared.replica_state import State, move
 from shared.rounds import InitialiseJob, InitialiseResult, Lora, RoundJob, RoundResult
-from shared.tail import follow
+from shared.tail import follow, just_before
 
 STORE_TIMEOUT = 60.0  # seconds for the replica to check and keep the file
 POLL = 0.1  # seconds between looks at the job
@@ -131,8 +131,7 @@ class Finetune:
             raw = data.read_bytes()
         except OSError as e:
             raise FinetuneError(f"{data}: {e.strerror or e}") from e
-        seconds, micros = await self._redis.time()
-        since = f"{seconds * 1000 + micros // 1000 - 1}-0"
+        since = await just_before(self._redis)
         suffix = data.suffix if data.suffix in data_homes.SUFFIXES else ".jsonl"
         name = "".join(c if c.isalnum() or c in "._-" else "-" for c in data.stem) or "data"
         ticket = await data_homes.send(
@@ -179,9 +178,7 @@ class Finetune:
             )
             return current
         job = InitialiseJob(
-            session=self._session,
             adapter=request.adapter,
-            base=record.model,
             version="r0",
             lora=request.lora,
             seed=request.seed,

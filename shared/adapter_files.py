@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
+MAX_RANK = 256  # that is served
 
 
 class BadName(ValueError):
@@ -42,11 +43,6 @@ class PeftCard(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     lora_alpha: float
     target_modules: tuple[str, ...]
-
-    @property
-    def scaling(self) -> float:
-        """Factor of B A in the product: lora_alpha / r."""
-        return self.lora_alpha / self.rank
 
 
 def check_name(name: str) -> str:
@@ -107,8 +103,10 @@ def read_card(path: Path) -> PeftCard:
     if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
         raise BadFolder(f"{config}: peft_type LORA expected")
     rank, alpha, modules = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
-    if not isinstance(rank, int) or not 1 <= rank <= 1024:
-        raise BadFolder(f"{config}: r: a whole number from 1 to 1024 expected, {rank!r} found")
+    if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+        raise BadFolder(
+            f"{config}: r: a whole number from 1 to {MAX_RANK} expected, {rank!r} found"
+        )
     if not isinstance(alpha, int | float) or not alpha > 0:
         raise BadFolder(f"{config}: lora_alpha: a positive number expected, {alpha!r} found")
     if isinstance(modules, str):

@@ -23,7 +23,7 @@ from shared.replica_state import EVENTS_MAXLEN
 
 
 class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of an adapter. Its identity is (round, local step, replica)."""
+    """One version of an adapter."""
 
     version: str
     path: str  # PEFT folder
@@ -31,7 +31,6 @@ class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True):
     parent: str = ""  # version it was trained from
     round: int = 0
     step: int = 0
-    replica: str = ""  # a replica's own version between rounds; "" = the common one
     session: str = ""
     heldout_ce: float | None = None  # nats per token
     loss: float | None = None  # of the training that made it, nats per token
@@ -243,18 +242,16 @@ class AdapterRegistry:
         return bool(found)
 
     async def prune(self, name: str, keep: int, in_use: frozenset[str] = frozenset()) -> list[str]:
-        """Retention: forget all but the newest ``keep`` common versions; returns the forgotten.
+        """Retention: forget all but the newest ``keep`` versions; returns the forgotten.
 
-        The current version, its parent, the first one, those ``in_use`` stay in any case; a
-        replica's own versions go once their round is older than the current one.
+        The current version, its parent, the first one, those ``in_use`` stay in any case.
         """
         entries, current = await self.versions(name), await self.current(name)
         if current is None:
             return []
-        common = [e.version for e in entries if not e.replica]
-        stay = {current.version, current.parent, *in_use, *common[:1], *common[-keep:]}
-        stay |= {e.version for e in entries if e.replica and e.round >= current.round}
-        gone = [e.version for e in entries if e.version not in stay]
+        every = [e.version for e in entries]
+        stay = {current.version, current.parent, *in_use, *every[:1], *every[-keep:]}
+        gone = [version for version in every if version not in stay]
         for version in gone:
             await self.forget_version(name, version, why=f"retention: {keep} versions are kept")
         return gone

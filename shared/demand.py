@@ -18,7 +18,6 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
     """Requests per second, tokens, seconds."""
 
     rate: float  # lambda-hat of arrivals
-    cv: float = 0.0  # coefficient of variation of arrivals a second
     prompt: float = 0.0  # mean prompt tokens
     output: float = 0.0  # expected output tokens
     slo: float | None = None  # tau of the strictest stream with load
@@ -26,14 +25,13 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
     limited_prompt: float = 0.0  # mean lengths of the requests under that tau; 0: as of all
     limited_output: float = 0.0
     wait_p95: float = 0.0  # q-hat: p95 of the wait of released requests
-    overhead: float = 0.0  # epsilon: control overhead p99
 
     @property
     def budget(self) -> float | None:
-        """tau' = max(tau - q-hat - epsilon, tau / 2)."""
+        """tau' = max(tau - q-hat, tau / 2)."""
         if self.slo is None:
             return None
-        return max(self.slo - self.wait_p95 - self.overhead, self.slo / 2)
+        return max(self.slo - self.wait_p95, self.slo / 2)
 
 
 async def write(redis: Redis, model: str, demand: ModelDemand) -> None:

@@ -65,7 +65,6 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
     purpose: str
     bytes: int
     created: float  # Redis seconds
-    sha256: str
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +84,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     paused: bool = False
     session: str = ""  # the session that runs, or ran last
     version: str = ""  # last published version; "" = none yet
-    rounds: int = 0  # versions published
     trained_tokens: int = 0  # in rounds that are done
     rounds_done: int = 0  # also those whose version was not promoted
     round_seconds: float = 0.0  # of them together
@@ -93,7 +91,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     heard: float = 0.0  # when that was
     homes: tuple[str, ...] = ()  # replicas that hold its data
     hyperparameters: dict[str, Any] = {}  # as asked for, in OpenAI's terms
-    options: dict[str, str | int | float] = {}  # as the coordinator takes them
     metadata: dict[str, str] = {}
     error: dict[str, str | None] = {}  # code, message, param
     request: str = ""  # the body that asked for it, for a gateway that takes its set-up over
@@ -125,12 +122,15 @@ def to_hash(record: File | Job) -> dict[str, str]:
 
 
 def from_hash(raw: Mapping[bytes, bytes], kind: type[T]) -> T:
-    """Raises msgspec.ValidationError or orjson.JSONDecodeError on a damaged record."""
-    text = {f.name for f in msgspec.structs.fields(kind) if f.type is str}
-    values = {
-        key.decode(): value.decode() if key.decode() in text else orjson.loads(value)
-        for key, value in raw.items()
-    }
+    """Fields that the record no longer has are passed over.
+
+    Raises msgspec.ValidationError or orjson.JSONDecodeError on a damaged record.
+    """
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        value = raw.get(field.name.encode())
+        if value is not None:
+            values[field.name] = value.decode() if field.type is str else orjson.loads(value)
     return msgspec.convert(values, kind)
 
 

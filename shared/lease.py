@@ -75,11 +75,6 @@ class Lease:
         self._keys = (names.lease(role), names.fence(role))
 
     @property
-    def held(self) -> bool:
-        """Whether this process held the lease when it last heard from Redis."""
-        return self.token != ""
-
-    @property
     def fence_key(self) -> str:
         """KEYS[1] of scripts that begin with ``FENCE_CHECK``; ARGV[1] is ``token``."""
         return self._keys[1]
@@ -92,15 +87,6 @@ class Lease:
         self.token = text.decode()
         log.info("holds the lease %r with token %s", self.role, self.token)
         return True
-
-    async def acquire(self) -> None:
-        """Stand by until the lease is ours; waits out a Redis that is away."""
-        told = False
-        while not await patiently(self.try_acquire, f"lease {self.role!r}"):
-            if not told:
-                log.info("another process holds the lease %r: standing by", self.role)
-                told = True
-            await asyncio.sleep(TRY_SECONDS)
 
     async def renew(self) -> bool:
         """Extend the lease; False when a newer token exists or ours was lost."""

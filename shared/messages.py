@@ -296,18 +296,7 @@ class UtilSample(Message, frozen=True, kw_only=True, tag="util_sample", omit_def
     source: str  # "step_share" | "sm_util" | "utilization.gpu"
 
 
-class QualitySample(Message, frozen=True, kw_only=True, tag="quality_sample", omit_defaults=True):
-    """Cross-entropy (nats per token) of an adapter version on held-out references."""
-
-    replica: str
-    adapter: str
-    version: str
-    time: float
-    ce: float
-    tokens: int
-
-
-Metric = StepSample | TrainSample | UtilSample | QualitySample
+Metric = StepSample | TrainSample | UtilSample
 
 Any_ = Generate | Batch | Reply | Command | Metric
 

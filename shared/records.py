@@ -12,8 +12,11 @@ from collections.abc import Mapping
 import msgspec
 import orjson
 
+from shared.latency import LatencyModel
+
 HEARTBEAT_SECONDS = 0.5
 HEARTBEAT_TTL_MS = 3000
+SILENCE = HEARTBEAT_TTL_MS / 1e3 + 1.0  # seconds after which an older heartbeat has expired
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +77,12 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     b_star: int = 0
     B_star: int = 0
     q: float = 1.0  # quality of the adapter versions it serves
+
+    def latency(self) -> LatencyModel | None:
+        """The coordinator's coefficients; None until there are any."""
+        model = LatencyModel.__struct_fields__
+        known = {k: v for k, v in self.coefficients.items() if k in model}
+        return LatencyModel(**known) if known else None
 
     def to_hash(self, *fields: str) -> dict[str, str]:
         """The named fields (all when none is named) as text; mappings as JSON."""

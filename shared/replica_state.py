@@ -27,6 +27,7 @@ class State(StrEnum):
 
 # The dispatcher may release to these; Idle replicas finish their queue and get nothing new.
 DISPATCHABLE = frozenset({State.SERVING, State.COMBINED})
+ANSWERING = DISPATCHABLE | {State.IDLE}
 
 LEGAL: dict[State, frozenset[State]] = {
     State.STARTING: frozenset({State.SERVING, State.DRAINING, State.DEAD, State.STARTING}),

@@ -39,6 +39,7 @@ STRATEGIES = ("fedavg", "fedprox", "fedadam", "ffa", "rolora", "flexlora", "medi
 
 
 FIRST_VERSION = "r0"  # with B = 0, what a new adapter begins with
+ACCUMULATION = 8  # micro-batches an optimiser step, where nobody says otherwise
 
 
 class BadJob(ValueError):
@@ -77,9 +78,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 class InitialiseJob(msgspec.Struct, frozen=True, kw_only=True):
     """Write the first version of an adapter: A random from ``seed``, B zero."""
 
-    session: str
     adapter: str
-    base: str
     version: str
     lora: Lora
     seed: int = 0
@@ -88,7 +87,6 @@ class InitialiseJob(msgspec.Struct, frozen=True, kw_only=True):
 class InitialiseResult(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     path: str
-    parameters: int
 
 
 class PrepareJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,11 +116,10 @@ class RoundJob(msgspec.Struct, frozen=True, kw_only=True):
     parent: str  # version the round opens with
     parent_path: str
     lora: Lora
-    strategy: str = "fedavg"
     train: tuple[str, ...] = ("A", "B")  # factors that are trained (ffa: B; rolora: in turn)
     prox_mu: float = 0.0  # FedProx: mu/2 ||w - w_parent||^2 is added to the loss
     steps: int = 50  # optimiser steps
-    accumulation: int = 8  # micro-batches a step
+    accumulation: int = ACCUMULATION  # micro-batches a step
     # Samples a micro-batch, one entry a step, cycled; 0 = leave the serving side alone for about
     # as long as a step takes, so that its latency without training is observed as well.
     micro_batches: tuple[int, ...] = (4,)
@@ -193,7 +190,6 @@ class RoundResult(msgspec.Struct, frozen=True, kw_only=True):
     exchange_seconds: float = 0.0
     exchange_bytes: int = 0
     blob: str = ""  # where the update is, with exchange "redis"
-    norm: float = 0.0  # L2 norm of the update's difference to the parent
     published: tuple[str, ...] = ()  # local versions served meanwhile
 
 
@@ -202,17 +198,14 @@ class SendJob(msgspec.Struct, frozen=True, kw_only=True):
 
     session: str
     round: int
-    client: str
     adapter: str
     group: Group | None = None
     blob: str = ""
 
 
 class SendResult(msgspec.Struct, frozen=True, kw_only=True):
-    client: str
     seconds: float
     bytes: int
-    blob: str = ""
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,15 +243,11 @@ class AggregateJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AggregateResult(msgspec.Struct, frozen=True, kw_only=True):
-    session: str
-    round: int
     version: str
     path: str
     used: tuple[str, ...]  # clients
     rejected: dict[str, str] = {}  # client -> reason
     aggregation_error: float | None = None
-    lora: Lora
-    seconds: float = 0.0
     exchange: str = "redis"  # the path that carried the tensors
     exchange_seconds: float = 0.0
     exchange_bytes: int = 0
@@ -267,25 +256,20 @@ class AggregateResult(msgspec.Struct, frozen=True, kw_only=True):
 class EvaluateJob(msgspec.Struct, frozen=True, kw_only=True):
     """Cross-entropy of versions on the held-out part of this replica's data for the adapter."""
 
-    session: str
     client: str
     adapter: str
-    base: str
     paths: tuple[str, ...]  # PEFT folders; "" = the base model alone
     heldout_fraction: float = 0.1
     max_tokens: int = 512
     max_samples: int = 32
-    seed: int = 0
 
 
 class EvaluateResult(msgspec.Struct, frozen=True, kw_only=True):
     client: str
     ce: tuple[float | None, ...]  # nats per answer token, one a path; None: no held-out samples
     tokens: int
-    seconds: float = 0.0
 
 
-Job = InitialiseJob | PrepareJob | RoundJob | SendJob | AggregateJob | EvaluateJob
 J = TypeVar("J", bound=msgspec.Struct)
 
 

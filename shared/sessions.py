@@ -34,7 +34,6 @@ class Phase(StrEnum):
     TRAIN = "train"
     AGGREGATE = "aggregate"
     CHECK = "check"
-    PUBLISH = "publish"
     ENDED = "ended"
 
 

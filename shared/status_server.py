@@ -1,4 +1,4 @@
-"""A minimal HTTP server for a process without a web framework: /metrics, /health/live, /ready.
+"""A small HTTP server for a process without a web framework: metrics and health.
 
 ``live`` and ``ready`` return None when all is well, else the reason; red answers are 503.
 """

@@ -19,6 +19,12 @@ log = logging.getLogger(__name__)
 Fields = dict[bytes, bytes]
 
 
+async def just_before(redis: Redis) -> str:
+    """The entry id after which all that is written from now on comes."""
+    seconds, micros = await redis.time()
+    return f"{seconds * 1000 + micros // 1000 - 1}-0"
+
+
 async def follow(
     redis: Redis,
     streams: Iterable[str],

@@ -19,7 +19,7 @@ from services.launcher.terms import (
     ToIdle,
 )
 from services.launcher.windows import Load
-from shared.replica_state import State
+from shared.replica_state import ANSWERING, State
 from sim.events import tick
 from sim.rounds import Federated, Rounds, Session
 from sim.training import Curve
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from sim.world import World
 
 BASE, ADAPTER = "base", "adapter"
-LIVE = (State.SERVING, State.IDLE, State.COMBINED)
 
 
 class Federation:
@@ -104,7 +103,7 @@ class Federation:
         if self._options.dedicated:
             return
         demand = self.demand()
-        seen = [self._seen(n, demand) for n, state in world.states.items() if state in LIVE]
+        seen = [self._seen(n, demand) for n, state in world.states.items() if state in ANSWERING]
         session = self.rounds.session
         sessions = [] if session is None else [self._session_seen(session)]
         arrivals = {BASE: float(self._arrivals)}

@@ -17,13 +17,14 @@ from safetensors.torch import load_file
 from bench.engine import jobs
 from bench.engine.accuracy import merge
 from bench.flat import flatten
-from services.replica.adapters import TENSORS, read_folder, read_spec
+from services.replica.adapters import read_folder, read_spec
 from services.replica.engines.torch import TorchEngine
 from services.replica.engines.torch.backends import module_shapes
 from services.replica.engines.torch.config import read_config
 from services.replica.engines.torch.kv import PAGE
 from services.replica.engines.torch.native import NativeBackend
 from services.replica.weights import open_fused
+from shared.adapter_files import TENSOR_FILE
 
 NAMES = ("base", "merged", "unmerged", "shadow", "packed")
 KV_TOKENS = 16384
@@ -68,7 +69,7 @@ class Variants:
     ) -> dict[str, float]:
         """Median output tokens/s of each way. Give more prompts than ``concurrency``: requests
         that come in later begin with a newer version."""
-        flat, bounds = flatten(load_file(self._adapter / TENSORS))
+        flat, bounds = flatten(load_file(self._adapter / TENSOR_FILE))
         spec, shadowed = read_spec(self._adapter), self._engines["shadow"]
 
         def publish() -> None:  # as the serving loop takes it from the shared memory

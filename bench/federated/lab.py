@@ -95,9 +95,7 @@ class Lab:
         """Folder of the common first version: A random, B zero."""
         with self._as(CLIENTS[0]):
             made = rounds.InitialiseJob(
-                session="start",
                 adapter="bench",
-                base="bench",
                 version="start",
                 lora=self.plan.lora,
                 seed=self.plan.seed,
@@ -109,10 +107,8 @@ class Lab:
         found = {}
         for client in CLIENTS:
             asked = rounds.EvaluateJob(
-                session="eval",
                 client=client,
                 adapter="bench",
-                base="bench",
                 paths=(path,),
                 max_tokens=self.plan.max_tokens,
                 max_samples=self.plan.heldout,
@@ -135,7 +131,6 @@ class Lab:
             parent=parent,
             parent_path=path,
             lora=p.lora,
-            strategy=strategy,
             train=trained_factors(strategy, number),
             prox_mu=0.01 if strategy == "fedprox" else 0.0,
             steps=p.steps,

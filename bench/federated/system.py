@@ -18,7 +18,6 @@ from typing import Any
 
 import httpx
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 from rq.registry import FinishedJobRegistry
 
 from bench.stack import Stack, running
@@ -26,6 +25,7 @@ from shared import data_homes, names
 from shared.adapters import AdapterRegistry, AdapterVersion
 from shared.messages import BODY, StepSample, decode
 from shared.redis_client import connect, connect_sync
+from shared.tail import just_before
 
 ADAPTER = "bench"
 
@@ -119,7 +119,7 @@ class System:
 
     async def _add(self, domains: Mapping[str, Path]) -> None:
         async with connect(self.stack.redis) as redis:
-            since, tickets = await _now(redis), []
+            since, tickets = await just_before(redis), []
             for i, (domain, file) in enumerate(domains.items()):
                 raw, home = file.read_bytes(), f"replica-{i}"
                 ticket = await data_homes.send(redis, home, ADAPTER, domain, raw, file.suffix)
@@ -128,11 +128,6 @@ class System:
         bad = [f["why"] for f in found.values() if f["ok"] != "1"]
         if bad or len(found) < len(tickets):
             raise NothingHappened(f"training data was not stored: {bad or 'no answer'}")
-
-
-async def _now(redis: AsyncRedis) -> str:
-    seconds, micros = await redis.time()
-    return f"{seconds * 1000 + micros // 1000 - 1}-0"
 
 
 @contextmanager

@@ -69,7 +69,6 @@ def _card(version: str, tensors: dict[str, tuple[int, int, tuple[int, ...]]]) ->
         version=version,
         rank=SPEC.r,
         lora_alpha=SPEC.lora_alpha,
-        target_modules=SPEC.target_modules,
         tensors=tensors,
     )
 

@@ -244,7 +244,7 @@ class Rig:
 
     def first_version(self, adapter: str = ADAPTER, lora: Lora = Lora()) -> str:  # noqa: B008
         """Make, load and return the path of the adapter's first version."""
-        job = InitialiseJob(session="s", adapter=adapter, base=MODEL, version="r0", lora=lora)
+        job = InitialiseJob(adapter=adapter, version="r0", lora=lora)
         made: InitialiseResult = self.result(self.job(rounds.INITIALISE, job), InitialiseResult)
         self.command("load_adapter", LoadAdapter(name=adapter, version="r0", path=made.path))
         return made.path

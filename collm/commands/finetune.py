@@ -13,7 +13,7 @@ import typer
 from collm.console import fail, out, tell
 from collm.finetune import Finetune, FinetuneError, Outcome, Request
 from collm.where import DataOption, RedisOption, data_folder, redis_errors, redis_url
-from shared.adapter_files import BadName
+from shared.adapter_files import MAX_RANK, BadName
 from shared.adapters import Conflict
 from shared.redis_client import connect
 from shared.replica_state import Refused
@@ -38,7 +38,7 @@ def finetune(
     micro_batch: Annotated[int, Option(min=1, help="Samples of a micro-step")] = 4,
     accumulation: Annotated[int, Option(min=1, help="Micro-steps of an optimiser step")] = 8,
     learning_rate: Annotated[float, Option(min=0)] = 5e-4,
-    rank: Annotated[int, Option(min=1, help="LoRA rank of a new adapter")] = 8,
+    rank: Annotated[int, Option(min=1, max=MAX_RANK, help="LoRA rank of a new adapter")] = 8,
     lora_alpha: Annotated[float, Option(min=0)] = 16.0,
     max_tokens: Annotated[int, Option(min=8, help="Tokens of an example; longer are cut")] = 512,
     heldout: Annotated[float, Option(min=0, max=0.9, help="Part kept for evaluation")] = 0.1,

@@ -244,10 +244,9 @@ def adapters(history: History) -> list[AdapterRow]:
     rows, newest = [], {}
     for adapter in snap.adapters:
         every = snap.versions.get(adapter.name, ())
-        common = [v for v in every if not v.replica]
-        current = next((v for v in common if v.version == adapter.current), None)
+        current = next((v for v in every if v.version == adapter.current), None)
         serving = [r for r in snap.replicas if r.adapters.get(adapter.name) == adapter.current]
-        newest[adapter.name] = max((v.created for v in common), default=adapter.created)
+        newest[adapter.name] = max((v.created for v in every), default=adapter.created)
         rows.append(
             AdapterRow(
                 name=adapter.name,
@@ -258,7 +257,7 @@ def adapters(history: History) -> list[AdapterRow]:
                 heldout=current.heldout_ce if current else None,
                 rank=adapter.rank,
                 serving=len(serving) if adapter.current else 0,
-                versions=tuple((v.round, v.quality, v.promoted, v.version) for v in common),
+                versions=tuple((v.round, v.quality, v.promoted, v.version) for v in every),
             )
         )
     return sorted(rows, key=lambda r: (-newest[r.name], r.name))

@@ -78,7 +78,7 @@ class Aggregation:
                 await self._context.tell(
                     "exchange_fallback", self._session, replica=server, why=f"{e or 'timeout'}"
                 )
-            await self._upload(server)
+            await self._upload()
             exchange = "late"
         return await self._aggregate(server, None, exchange)
 
@@ -110,28 +110,29 @@ class Aggregation:
         job = SendJob(
             session=s.id,
             round=s.round,
-            client=client,
             adapter=s.adapter,
             group=group,
             blob=self._blob(client),
         )
+        name = self._id(f"send-{how}", client)
+        limit = self._context.settings.exchange_timeout * 2
         try:
-            return await self._run_send(client, how, job)
+            return await self._context.jobs.run(client, name, SEND_UPDATE, job, SendResult, limit)
         except (JobFailed, TimeoutError) as e:
             await self._context.tell("send_failed", s, replica=client, why=str(e) or "no answer")
             return None
 
-    async def _run_send(self, client: str, how: str, job: SendJob) -> SendResult:
-        name = self._id(f"send-{how}", client)
-        limit = self._context.settings.exchange_timeout * 2
-        done = await self._context.jobs.run(client, name, SEND_UPDATE, job, SendResult, limit)
-        self._context.meters.exchange_bytes.labels(how).inc(done.bytes)
-        self._context.meters.exchange_seconds.labels(how).inc(done.seconds)
-        return done
+    async def _upload(self) -> None:
+        """The group broke: the kept updates go through Redis instead.
 
-    async def _upload(self, server: str) -> None:
-        """The group broke: the kept updates go through Redis instead."""
-        await asyncio.gather(*(self._send(client, None, "redis") for client in self._results))
+        Counted here, as no result of the round does; what a group moves its receiver reports.
+        """
+        meters = self._context.meters
+        sent = [self._send(client, None, "redis") for client in self._results]
+        for done in await asyncio.gather(*sent):
+            if done is not None:
+                meters.exchange_bytes.labels("redis").inc(done.bytes)
+                meters.exchange_seconds.labels("redis").inc(done.seconds)
 
     async def _aggregate(self, server: str, group: Group | None, how: str) -> AggregateResult:
         s = self._session

@@ -103,15 +103,12 @@ async def _evaluate(
     paths: tuple[str, ...],
 ) -> EvaluateResult | None:
     job = EvaluateJob(
-        session=session.id,
         client=client,
         adapter=session.adapter,
-        base=session.base,
         paths=paths,
         heldout_fraction=options.heldout_fraction,
         max_tokens=options.max_tokens,
         max_samples=options.heldout_samples,
-        seed=options.seed,
     )
     name = job_id(session.id, f"r{session.round}", f"a{session.attempt}", "check", client)
     limit = context.settings.job_seconds

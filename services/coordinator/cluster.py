@@ -20,7 +20,6 @@ from shared.replica_state import Refused, State, move
 log = logging.getLogger(__name__)
 
 ROLE = "coordinator"
-DISPATCHABLE = frozenset({"serving", "combined"})
 
 
 class Cluster:

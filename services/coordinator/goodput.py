@@ -12,9 +12,8 @@ import math
 import msgspec
 
 from shared.latency import LatencyModel
-from shared.rounds import GradientNoise
+from shared.rounds import ACCUMULATION, GradientNoise
 
-ACCUMULATION = 8
 LEAST_LOSS_REDUCTION = 1e-4
 MOST_NOISE = 1e4  # in samples; beyond it the gradient was not told apart from its noise
 NOISE_MEMORY = 48  # optimiser steps, over all clients, after which older ones fade

@@ -63,9 +63,7 @@ class Opening:
         context = self._context
         await context.cluster.combine(session.server, session.id)
         job = InitialiseJob(
-            session=session.id,
             adapter=session.adapter,
-            base=session.base,
             version=FIRST_VERSION,
             lora=self.options.lora,
             seed=self.options.seed,

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.coordinator.goodput import ACCUMULATION, Progress, goodput
+from services.coordinator.goodput import Progress, goodput
 from shared.latency import LatencyModel
+from shared.rounds import ACCUMULATION
 
 FIRST_CYCLES = 2
 # A batch grows by so much a round at most: what lies further beyond the one that was observed is

@@ -143,17 +143,7 @@ class Desk:
                 context.meters.forget_replica(gone)
             known = set(live)
             for name, record in live.items():
-                context.telemetry.describe(
-                    name,
-                    hardware_of(
-                        {
-                            "model": record.model,
-                            "engine": record.engine,
-                            "host": record.host,
-                            "thread_slots": record.thread_slots,
-                        }
-                    ),
-                )
+                context.telemetry.describe(name, hardware_of(record))
             demands = {
                 base: await context.demand(base) for base in {r.model for r in live.values()}
             }

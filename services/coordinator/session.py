@@ -182,10 +182,10 @@ class SessionRun:
             server=s.server if s.server in s.clients else opening.best(s, live),
         )
         await context.save(self._session)
-        await self._tell_begin(choices)
+        await self._tell_begin()
         return True
 
-    async def _tell_begin(self, choices: object) -> None:
+    async def _tell_begin(self) -> None:
         s, meters = self._session, self._context.meters
         meters.round.labels(s.adapter).set(s.round)
         meters.participants.labels(s.adapter).set(len(s.clients))

@@ -14,8 +14,11 @@ from pydantic import (
     model_validator,
 )
 
-from shared.rounds import STRATEGIES, Lora, Privacy
+from shared.adapter_files import MAX_RANK
+from shared.rounds import ACCUMULATION, STRATEGIES, Lora, Privacy
 from shared.settings import Settings
+
+_SHAPE = Lora()
 
 
 class TrainingOptions(BaseModel):
@@ -25,15 +28,15 @@ class TrainingOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     strategy: str = Field("fedavg", description=f"one of {', '.join(STRATEGIES)}")
-    rank: int = Field(8, ge=1, le=1024, description="LoRA rank of a new adapter")
-    lora_alpha: float = Field(16.0, gt=0)
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    rank: int = Field(_SHAPE.rank, ge=1, le=MAX_RANK, description="LoRA rank of a new adapter")
+    lora_alpha: float = Field(_SHAPE.lora_alpha, gt=0)
+    target_modules: tuple[str, ...] = _SHAPE.target_modules
     client_ranks: dict[str, int] = Field(
         default_factory=dict,
         description="flexlora: replicas that train another rank, as replica-1=4,replica-2=16",
     )
     local_steps: int = Field(6, ge=1, description="optimiser steps a client and round")
-    accumulation: int = Field(8, ge=1, description="micro-batches a step")
+    accumulation: int = Field(ACCUMULATION, ge=1, description="micro-batches a step")
     B0: int = Field(4, ge=1, description="samples of a micro-batch at the start")
     B_max: int = Field(16, ge=1)
     micro_batch: int = Field(0, ge=0, description="always this micro-batch; 0 = chosen by goodput")
@@ -79,8 +82,8 @@ class TrainingOptions(BaseModel):
             raise ValueError(
                 f"client_ranks: {self.strategy} averages equal ranks only; flexlora joins"
             )
-        if any(not 1 <= rank <= 1024 for rank in self.client_ranks.values()):
-            raise ValueError("client_ranks: ranks from 1 to 1024 expected")
+        if any(not 1 <= rank <= MAX_RANK for rank in self.client_ranks.values()):
+            raise ValueError(f"client_ranks: ranks from 1 to {MAX_RANK} expected")
         if self.noise_multiplier > 0 and self.clip == 0:
             raise ValueError("noise_multiplier without clip: noise needs a bound to be scaled to")
         return self

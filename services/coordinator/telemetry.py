@@ -6,7 +6,6 @@ Pure books: messages in, planes and numbers out.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
@@ -15,6 +14,7 @@ from services.coordinator.fit import Plane, Sample, Window, latency_model
 from services.coordinator.goodput import Progress, noise_scale, pooled
 from shared.latency import LatencyModel
 from shared.messages import StepSample, TrainSample
+from shared.records import ReplicaRecord
 from shared.rounds import GradientNoise
 
 T = TypeVar("T")
@@ -190,6 +190,6 @@ def _put(book: dict[str, T], adapter: str, value: T) -> None:
         del book[next(iter(book))]
 
 
-def hardware_of(record: Mapping[str, object]) -> str:
+def hardware_of(record: ReplicaRecord) -> str:
     """Replicas with equal values run alike."""
-    return "|".join(str(record.get(k, "")) for k in ("model", "engine", "host", "thread_slots"))
+    return f"{record.model}|{record.engine}|{record.host}|{record.thread_slots}"

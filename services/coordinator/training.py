@@ -142,7 +142,6 @@ class Training:
             parent=s.parent,
             parent_path=self._parent_path,
             lora=self._lora_of(client),
-            strategy=o.strategy,
             train=trained_factors(o.strategy, s.round),
             prox_mu=o.prox_mu if o.strategy == "fedprox" else 0.0,
             steps=first_steps(o.local_steps, sizes) if first else o.local_steps,

@@ -75,7 +75,7 @@ class Active:
         )
         self._signals = Signals(redis, self._post_step, self._look.set)
         self._outbox = Outbox(redis, lease, clock, counters, settings.decisions_kept)
-        self._housekeeping = Housekeeping(redis, lease, clock, trust)
+        self._housekeeping = Housekeeping(redis, lease, clock, trust, counters.reconciled)
 
     async def run(self) -> None:
         """Recover, then serve until something ends it (always by an exception)."""

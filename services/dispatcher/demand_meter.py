@@ -75,7 +75,6 @@ class DemandMeter:
         prompts = [p for _, e2e, _, p in self._slos if slo is not None and e2e == slo]
         return ModelDemand(
             rate=rate,
-            cv=_variation(counts),
             prompt=self._prompt,
             output=self._output,
             slo=slo,
@@ -104,13 +103,6 @@ def _limit(request: Request) -> float | None:
     if request.deadline is None:
         return None
     return round(request.deadline - request.arrival, 3)
-
-
-def _variation(counts: list[int]) -> float:
-    mean = sum(counts) / len(counts) if counts else 0.0
-    if mean <= 0:
-        return 0.0
-    return math.sqrt(sum((c - mean) ** 2 for c in counts) / len(counts)) / mean
 
 
 def _strictest(limits: list[float | None]) -> float | None:

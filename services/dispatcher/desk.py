@@ -176,18 +176,17 @@ class Desk:
         for entry in entries:
             self.finish(_ended(entry.key, replica, "lost"), now)
 
-    def finish(self, completion: Completion, now: float) -> Flight | None:
-        """A released request left its replica; None when it was not in flight there."""
+    def finish(self, completion: Completion, now: float) -> None:
+        """A released request left its replica; nothing happens if it was not in flight there."""
         flight = self.flying.get(completion.id)
         if flight is None or flight.replica != completion.replica:
-            return None
+            return
         self._land(completion.id, now)
         self._forget(completion.id)
         self.demand.answered(flight.entry.request, completion.output_tokens)
         self.policy.on_completion(completion, now)
         if completion.id in self._recalls:
             self._recall_ended(completion.id, outcome_of(completion), now)
-        return flight
 
     # ------------------------------------------------------------ preemption
 

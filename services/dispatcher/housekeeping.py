@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
+from prometheus_client import Counter
 from redis.asyncio import Redis
 
 from services.dispatcher.desk import Desk
@@ -28,8 +29,12 @@ SWEEP_ROUNDS = 15  # how long late replies to a gateway that is gone are swept u
 class Housekeeping:
     """Returns reports: changes of the books, to be applied by the loop."""
 
-    def __init__(self, redis: Redis, lease: Lease, clock: RedisClock, trust: Trust) -> None:
+    def __init__(
+        self, redis: Redis, lease: Lease, clock: RedisClock, trust: Trust, reconciled: Counter
+    ) -> None:
+        """``reconciled`` counts the requests that a comparison found to have left."""
         self._redis, self._lease, self._clock, self._trust = redis, lease, clock, trust
+        self._reconciled = reconciled
         self._sequences: dict[tuple[str, str], int] = {}
         self._suspects: set[str] = set()
         self._empty: dict[str, int] = {}
@@ -63,10 +68,19 @@ class Housekeeping:
             for replica in holders & self._suspects:
                 asked = self._clock()
                 present = await keys_in(self._redis, replica)
-                reports.append(_comparison(desk, replica, present, asked))
+                reports.append(self._comparison(desk, replica, present, asked))
                 if not present:
                     self._suspects.discard(replica)
         return reports
+
+    def _comparison(self, desk: Desk, replica: str, present: set[str], asked: float) -> Report:
+        def report(now: float) -> None:
+            left = desk.reconcile(replica, present, asked, now)
+            self._reconciled.inc(left)
+            if left:
+                log.info("%d requests had left %s unnoticed", left, replica)
+
+        return report
 
     async def _find_empty(self, desk: Desk, holders: list[str]) -> None:
         """A replica whose stream is empty twice in a row while the books say otherwise."""
@@ -126,15 +140,6 @@ class Housekeeping:
         if gone and gateway not in self._swept:
             log.warning("gateway %s is gone: its requests are dropped", gateway)
         return bool(gone)
-
-
-def _comparison(desk: Desk, replica: str, present: set[str], asked: float) -> Report:
-    def report(now: float) -> None:
-        left = desk.reconcile(replica, present, asked, now)
-        if left:
-            log.info("%d requests had left %s unnoticed", left, replica)
-
-    return report
 
 
 def _gateway_gone(desk: Desk, gateway: str) -> Report:

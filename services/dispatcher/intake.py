@@ -57,9 +57,20 @@ class Intake:
     def models(self) -> set[str]:
         return {model for model, _ in self._streams.values()}
 
-    async def read(self) -> int:
-        """Wait for new entries and take them; returns how many."""
-        return await self._take(dict.fromkeys(self._streams, ">"), block=BLOCK_MS)
+    async def read(self) -> None:
+        """Wait for new entries and take them."""
+        streams = dict.fromkeys(self._streams, ">")
+        reply = await self._redis.xreadgroup(
+            names.GROUP_DISPATCHER, self._consumer, streams, count=self._count, block=BLOCK_MS
+        )
+        for stream, entries in reply or ():
+            model, is_control = self._streams[stream]
+            now = self._clock()
+            if is_control:
+                await self._commands(stream, model, entries)
+            else:
+                for entry_id, fields in entries:
+                    await self._request(stream, model, entry_id, fields, now)
 
     async def recover(self) -> int:
         """Take what this consumer had pending when its last run ended, then what others have."""
@@ -121,22 +132,6 @@ class Intake:
                 await self._one(stream, entry_id, fields)
                 taken += 1
             after = entries[-1][0].decode()
-
-    async def _take(self, streams: dict[bytes, str], block: int) -> int:
-        reply = await self._redis.xreadgroup(
-            names.GROUP_DISPATCHER, self._consumer, streams, count=self._count, block=block
-        )
-        taken = 0
-        for stream, entries in reply or ():
-            model, is_control = self._streams[stream]
-            now = self._clock()
-            if is_control:
-                await self._commands(stream, model, entries)
-            else:
-                for entry_id, fields in entries:
-                    await self._request(stream, model, entry_id, fields, now)
-            taken += len(entries)
-        return taken
 
     async def _one(self, stream: bytes, entry_id: bytes, fields: Any) -> None:
         model, is_control = self._streams[stream]

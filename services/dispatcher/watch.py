@@ -15,18 +15,14 @@ from redis.asyncio import Redis
 
 from services.dispatcher.policies.base import ReplicaView
 from shared import names
-from shared.latency import LatencyModel
-from shared.records import HEARTBEAT_TTL_MS, ReplicaRecord
-from shared.replica_state import DISPATCHABLE, State
+from shared.records import SILENCE, ReplicaRecord
+from shared.replica_state import ANSWERING, DISPATCHABLE, State
 
 log = logging.getLogger(__name__)
 
 SLOW_SECONDS = 0.5  # a round trip that takes longer counts as an outage of Redis
-GRACE_SECONDS = HEARTBEAT_TTL_MS / 1e3 + 1.0
 MISSES = 2  # missing heartbeats in consecutive rounds that mean death
-_ALIVE_STATES = frozenset(
-    {State.STARTING, State.SERVING, State.IDLE, State.COMBINED, State.DRAINING}
-)
+_ALIVE_STATES = ANSWERING | {State.STARTING, State.DRAINING}
 
 
 class Death(msgspec.Struct, frozen=True):
@@ -34,7 +30,6 @@ class Death(msgspec.Struct, frozen=True):
 
     replica: str
     incarnation: str
-    state: str
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -51,11 +46,11 @@ class Trust:
     """Whether a missing heartbeat may be believed: not just after Redis was away."""
 
     def __init__(self) -> None:
-        self._until = time.monotonic() + GRACE_SECONDS
+        self._until = time.monotonic() + SILENCE
 
     def doubt(self) -> None:
         """Redis did not answer, or late."""
-        self._until = time.monotonic() + GRACE_SECONDS
+        self._until = time.monotonic() + SILENCE
 
     def __bool__(self) -> bool:
         return time.monotonic() >= self._until
@@ -127,7 +122,7 @@ class ReplicaWatch:
         self._misses[record.id] = misses
         if misses >= MISSES:
             self._leave(record.id, r)
-            r.dead.append(Death(record.id, record.incarnation, record.state))
+            r.dead.append(Death(record.id, record.incarnation))
 
     def _leave(self, replica: str, r: _Result, model: str | None = None) -> None:
         if self._views.pop(replica, None) is not None:
@@ -179,11 +174,5 @@ def view_of(record: ReplicaRecord) -> ReplicaView:
         context=record.context,
         adapters=record.adapters,
         quality=record.q,
-        latency=latency_of(record),
+        latency=record.latency(),
     )
-
-
-def latency_of(record: ReplicaRecord) -> LatencyModel | None:
-    """The coordinator's coefficients; None until there are any."""
-    known = {k: v for k, v in record.coefficients.items() if k in LatencyModel.__struct_fields__}
-    return LatencyModel(**known) if known else None

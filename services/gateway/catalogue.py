@@ -21,13 +21,12 @@ from shared.adapters import Adapter
 from shared.memory import give_back
 from shared.records import ModelCard
 from shared.redis_client import TRANSIENT
-from shared.replica_state import State
+from shared.replica_state import ANSWERING
 
 log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 1.0
 LEAST_SECONDS_BETWEEN_MISSES = 0.2  # unknown names must not make Redis busy
-ANSWERING = frozenset({State.SERVING, State.IDLE, State.COMBINED})
 
 
 _PROBE = [{"role": "user", "content": "?"}]

@@ -23,6 +23,8 @@ from services.gateway.errors import ApiError, bad_value, unavailable
 from services.gateway.routes import body_of, caller, json, not_found
 from shared import data_homes, names
 from shared.adapters import Conflict
+from shared.rounds import Lora
+from shared.tail import just_before
 
 if TYPE_CHECKING:
     from services.gateway.service import Gateway
@@ -34,7 +36,7 @@ KEEP_SECONDS = 3600
 LONGEST = 100_000  # characters of a corrected answer, and bytes of a chat that is kept
 LONGEST_ID = 200  # characters
 STORE_SECONDS = 30.0
-RANK, LORA_ALPHA = 8, 16.0  # of a tenant's adapter that feedback makes
+LORA = Lora()  # shape of a tenant's adapter that feedback makes
 
 # Keep a chat; the oldest go when there are more than ARGV[3]. KEYS: chat, index. ARGV: id, chat,
 # most, seconds, what the chats' keys begin with.
@@ -198,8 +200,7 @@ async def _store(gateway: Gateway, tenant: str, request_id: str, asked: Asked, l
 async def _send(gateway: Gateway, home: str, adapter: str, file: str, raw: bytes) -> None:
     """Stored when this returns. Raises ApiError 400, 503."""
     redis = gateway.redis
-    seconds, micros = await redis.time()
-    since = f"{seconds * 1000 + micros // 1000 - 1}-0"
+    since = await just_before(redis)
     ticket = await data_homes.send(redis, home, adapter, file, raw)
     answers = await data_homes.answers(redis, [ticket], since, STORE_SECONDS)
     if ticket not in answers:
@@ -219,14 +220,14 @@ async def _claim(gateway: Gateway, tenant: str, asked: Asked) -> str:
             await registry.register(
                 asked.adapter,
                 base=asked.base,
-                rank=RANK,
-                lora_alpha=LORA_ALPHA,
+                rank=LORA.rank,
+                lora_alpha=LORA.lora_alpha,
                 tenant=tenant,
                 source="data",
             )
         except Conflict as e:  # registered a moment ago
             raise ApiError(409, str(e), code="conflict") from None
-        shape: dict[str, str | int | float] = {"rank": RANK, "lora_alpha": LORA_ALPHA}
+        shape: dict[str, str | int | float] = {"rank": LORA.rank, "lora_alpha": LORA.lora_alpha}
         await registry.set_training(asked.adapter, shape)
     elif found is not None and found.tenant != tenant:
         raise ApiError(

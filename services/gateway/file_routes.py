@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ class Files:
         async with self._uploading:
             file_id = new_id("file")
             place = path(gateway.settings.data_dir, file_id)
-            size, digest = await asyncio.to_thread(_write, upload, place)
+            size = await asyncio.to_thread(_write, upload, place)
             try:
                 if size == 0:
                     raise bad_value("file", "the file is empty")
@@ -53,7 +52,6 @@ class Files:
                     purpose=purpose,
                     bytes=size,
                     created=gateway.clock(),
-                    sha256=digest,
                 )
                 await gateway.jobs.add(file)
             except BaseException:
@@ -78,21 +76,20 @@ def _is_id(text: str) -> bool:
     return text.startswith("file-") and text[5:].isalnum()
 
 
-def _write(upload: UploadFile, place: Path) -> tuple[int, str]:
-    """Size and SHA-256. The file appears whole or not at all."""
+def _write(upload: UploadFile, place: Path) -> int:
+    """Bytes written. The file appears whole or not at all."""
     place.parent.mkdir(parents=True, exist_ok=True)
     beside = place.with_name(f".{place.name}")
-    size, digest = 0, hashlib.sha256()
+    size = 0
     try:
         with open(beside, "xb") as out:
             while block := upload.file.read(BLOCK):
                 out.write(block)
-                digest.update(block)
                 size += len(block)
         os.replace(beside, place)
     finally:
         beside.unlink(missing_ok=True)
-    return size, digest.hexdigest()
+    return size
 
 
 def shown(file: File) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class FineTuning:
             if validation.id == training.id:
                 raise bad_value("validation_file", "validation_file is the training file")
         shards(asked)
+        options(asked, 1, 1)  # bad metadata is told now, not when the job is set up
         job_id = new_id("ftjob")
         base = target.model.name
         suffix = _name_part(asked.suffix or "")
@@ -72,7 +73,6 @@ class FineTuning:
             seed=asked.seed or 0,
             created=gateway.clock(),
             hyperparameters=_as_asked(asked),
-            options=options(asked, 1, 1),
             metadata=asked.metadata or {},
             request=msgspec.json.encode(asked).decode(),
         )

@@ -15,10 +15,10 @@ from services.gateway.cors import Cors
 from services.gateway.errors import ApiError, ClientGone
 from services.gateway.http import Exchange, Receive, Scope, Send
 from services.gateway.metrics import Metrics
+from services.gateway.tracing import Handler
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Exchange], Awaitable[None]]
 # What a probe or a scraper asks without a key.
 OPEN = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/version"})
 # What only an admin may do.

@@ -77,7 +77,7 @@ class Generation:
             named,
             param,
             len(prompt),
-            self._limits(target),
+            target.model.card.context,
             target.model.settings.default_max_tokens,
         )
         sampling = _sampling(request, target, length, probabilities, grammar)
@@ -94,11 +94,11 @@ class Generation:
         target = await self.target(request.model, exchange.caller)
         special = request.add_special_tokens is not False
         ids = await prompts.completion_prompts(request.prompt, target.model, special, len(body))
-        limits = self._limits(target)
+        context = target.model.card.context
         members = []
         for prompt in ids:
             length = params.max_tokens(
-                request.max_tokens, "prompt", len(prompt), limits, COMPLETION_TOKENS
+                request.max_tokens, "prompt", len(prompt), context, COMPLETION_TOKENS
             )
             sampling = _sampling(request, target, length, probabilities, grammar)
             members.append((prompt, sampling))
@@ -157,10 +157,6 @@ class Generation:
         return errors.unavailable(
             f"no replica of model {name!r} is alive", self._settings.retry_after
         )
-
-    def _limits(self, target: Target) -> params.Limits:
-        card = target.model.card
-        return params.Limits(card.context, card.vocabulary, None)
 
     def _build(
         self,

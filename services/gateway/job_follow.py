@@ -84,7 +84,7 @@ class Follower:
             source=entry,
             data={"version": version},
         ):
-            await self._jobs.update(job, version=version, rounds=job.rounds + 1)
+            await self._jobs.update(job, version=version)
 
     async def _round_done(self, job: Job, entry: str, fields: Mapping[str, str]) -> None:
         """Losses as OpenAI words them; the round's tokens and seconds into the job's books.

@@ -9,12 +9,12 @@ import msgspec
 
 from services.gateway.errors import ApiError, bad_value
 from services.gateway.wire import parse
-from shared.rounds import STRATEGIES
+from shared.adapter_files import MAX_RANK
+from shared.rounds import STRATEGIES, Lora
 
 LEARNING_RATE = 5e-4  # times learning_rate_multiplier
 MICRO_BATCH = 4
 LOCAL_STEPS = 6  # optimiser steps a client and round, unless metadata says otherwise
-ROUNDS = 20
 DEFAULT_EPOCHS = 3
 
 Auto = Literal["auto"]
@@ -51,7 +51,7 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 # metadata key -> (type, least, most); "strategy" and "shard" apart.
 OPTIONS: dict[str, tuple[type, float, float]] = {
-    "rank": (int, 1, 1024),
+    "rank": (int, 1, MAX_RANK),
     "lora_alpha": (float, 1e-6, 1e6),
     "local_steps": (int, 1, 10_000),
     "max_rounds": (int, 1, 10_000),
@@ -112,7 +112,10 @@ def options(asked: JobRequest, samples: int, homes: int) -> dict[str, str | int 
     steps = int(own.get("local_steps", LOCAL_STEPS))
     share = max(1, samples // homes)
     rounds = max(1, math.ceil(epochs * share / (steps * batch)))
+    shape = Lora()
     chosen: dict[str, str | int | float] = {
+        "rank": shape.rank,
+        "lora_alpha": shape.lora_alpha,
         "B0": micro,
         "accumulation": batch // micro,
         "learning_rate": LEARNING_RATE * rate,

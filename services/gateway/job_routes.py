@@ -142,5 +142,5 @@ def add(app: FastAPI, gateway: Gateway) -> None:
     async def checkpoints(request: Request, job_id: str) -> Response:
         job = await tuning.find(job_id, caller(request))
         versions = await gateway.adapters.registry.versions(job.adapter)
-        found = [v for v in reversed(versions) if not v.replica and v.round > 0]
+        found = [v for v in reversed(versions) if v.round > 0]
         return page([shown_checkpoint(job, v) for v in found], request)

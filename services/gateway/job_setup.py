@@ -11,6 +11,7 @@ import msgspec
 from services.gateway.job_request import JobRequest, options, shards
 from shared import data_homes, training_data
 from shared.jobs import File, Job, path
+from shared.tail import just_before
 
 if TYPE_CHECKING:
     from services.gateway.service import Gateway
@@ -112,18 +113,18 @@ async def _bring_home(
     await registry.register(
         job.adapter,
         base=job.model,
-        rank=int(chosen.get("rank", 8)),
-        lora_alpha=float(chosen.get("lora_alpha", 16.0)),
+        rank=int(chosen["rank"]),
+        lora_alpha=float(chosen["lora_alpha"]),
         tenant=job.tenant,
         source="job",
     )
     await registry.set_training(job.adapter, chosen)
-    job = msgspec.structs.replace(job, homes=tuple(homes), options=chosen)
+    job = msgspec.structs.replace(job, homes=tuple(homes))
     # What judges goes first: no version is judged by anything else.
     if validation is not None:
         await _send(gateway, job, validation, "validation_file")
     await _send(gateway, job, training, "training_file")
-    if not await gateway.jobs.update(job, status="queued", homes=job.homes, options=job.options):
+    if not await gateway.jobs.update(job, status="queued", homes=job.homes):
         await drop_data(gateway, job)  # it was cancelled meanwhile
         return
     await gateway.jobs.enter(
@@ -136,8 +137,7 @@ async def _bring_home(
 async def _send(gateway: Gateway, job: Job, source: Source, param: str) -> None:
     """To all homes of the job. Raises Unusable when one does not take it."""
     redis = gateway.redis
-    seconds, micros = await redis.time()
-    since = f"{seconds * 1000 + micros // 1000 - 1}-0"
+    since = await just_before(redis)
     tickets = [
         await data_homes.send(
             redis,

@@ -23,6 +23,7 @@ from shared.adapter_files import CONFIG_FILE, TENSOR_FILE, BadFolder, BadName, B
 from shared.adapters import Adapter, AdapterRegistry, AdapterVersion, Conflict
 from shared.control import send_command
 from shared.messages import LoadAdapter, UnloadAdapter
+from shared.tail import just_before
 
 if TYPE_CHECKING:
     from services.gateway.service import Gateway
@@ -152,8 +153,7 @@ class Adapters:
     ) -> dict[str, dict[str, str]]:
         """Replica -> the event that answered it."""
         redis = self._gateway.redis
-        seconds, micros = await redis.time()
-        since = f"{seconds * 1000 + micros // 1000 - 1}-0"
+        since = await just_before(redis)
         for replica, order in commands.items():
             await send_command(redis, names.control(replica), order)
         tickets = {c.reply_to: replica for replica, c in commands.items() if c.reply_to}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from services.gateway.errors import ApiError, bad_value
 from services.gateway.wire import Parameters, SloBody
 from shared.messages import Sampling
@@ -27,14 +25,6 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
 )
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What bounds a request's length, in tokens."""
-
-    context: int
-    vocabulary: int
-    default_max_tokens: int | None
 
 
 def check(request: Parameters) -> None:
@@ -72,7 +62,7 @@ def stops(request: Parameters) -> tuple[str, ...]:
 
 
 def max_tokens(
-    named: int | None, param: str, prompt_tokens: int, limits: Limits, fallback: int | None
+    named: int | None, param: str, prompt_tokens: int, context: int, fallback: int | None
 ) -> int:
     """Length of the answer: the named one, else ``fallback``, else what the context leaves.
 
@@ -80,13 +70,13 @@ def max_tokens(
     """
     if named is not None and named < 1:
         raise bad_value(param, f"{param} must be at least 1, got {named}")
-    room = limits.context - prompt_tokens
+    room = context - prompt_tokens
     wanted = named if named is not None else max(1, min(fallback or room, room))
-    if prompt_tokens + wanted > limits.context:
+    if prompt_tokens + wanted > context:
         where = "messages" if param != "prompt" else "prompt"
         raise ApiError(
             400,
-            f"This model's maximum context length is {limits.context} tokens; "
+            f"This model's maximum context length is {context} tokens; "
             f"{prompt_tokens + wanted} were requested ({prompt_tokens} in the prompt, {wanted} "
             "for the answer). Shorten the prompt or the answer.",
             param=where,

@@ -35,7 +35,6 @@ class Vocabulary:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(i for i, token in added.items() if token.special)
-        self.size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._bytes: dict[int, bytes] = dict.fromkeys(self.special, b"")
 

@@ -15,15 +15,14 @@ from services.launcher.windows import Load
 from shared import demand, names, sessions
 from shared.adapters import AdapterRegistry
 from shared.demand import ModelDemand
-from shared.latency import LatencyModel
 from shared.messages import StepSample, UtilSample
 from shared.records import ReplicaRecord
+from shared.replica_state import ANSWERING
 from shared.tail import SampleReader, follow
 
 log = logging.getLogger(__name__)
 
 GATHER = 0.25  # of a tick, between two reads of the metrics
-LIVE = frozenset({"serving", "idle", "combined"})
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +109,7 @@ class Observer:
             except (msgspec.ValidationError, orjson.JSONDecodeError) as e:
                 log.error("the record of %s is damaged and left out: %s", name, e)
                 continue
-            if record.state in LIVE:
+            if record.state in ANSWERING:
                 found[name] = record
         return found
 
@@ -181,12 +180,9 @@ class Observer:
         self, record: ReplicaRecord, said: ModelDemand | None
     ) -> tuple[float | None, float | None]:
         """Requests per second at the present B, and at B0; None without coefficients."""
-        known = {
-            k: v for k, v in record.coefficients.items() if k in LatencyModel.__struct_fields__
-        }
-        if not known:
+        model = record.latency()
+        if model is None:
             return None, None
-        model = LatencyModel(**known)
         prompt, output = self._lengths.get(record.model, (128.0, 128.0))
         if said is not None and said.output > 0:
             prompt, output = said.prompt, said.output

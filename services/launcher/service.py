@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.launcher.core import Launcher
 from services.launcher.gathering import Proposal, Waiting
-from services.launcher.observer import LIVE, Observer, Picture
+from services.launcher.observer import Observer, Picture
 from services.launcher.settings import LauncherSettings
 from services.launcher.terms import Back, Decision, Join, Leave, ToIdle
 from shared import sessions
 from shared.adapters import AdapterRegistry
 from shared.leader import Acting
-from shared.replica_state import Refused, State, event, move
+from shared.replica_state import ANSWERING, Refused, State, event, move
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Meters:
             if seen.load is not None:
                 source = seen.load.source
                 self.utilisation.labels(seen.id, source).set(seen.load.utilisation)
-            for mode in sorted(LIVE):
+            for mode in sorted(ANSWERING):
                 self.mode.labels(seen.id, mode).set(1 if seen.state == mode else 0)
         for base in picture.arrivals:
             self.rate.labels(base).set(launcher.rate(base))

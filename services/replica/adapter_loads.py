@@ -41,20 +41,17 @@ class AdapterLoads:
         except AdapterError as e:
             log.error("%s: a version that training published is refused: %s", self._replica, e)
 
-    async def load_all(self) -> dict[str, str]:
-        """Load the current version of every adapter of this base; returns name -> fault.
+    async def load_all(self) -> None:
+        """Load the current version of every adapter of this base.
 
         A bad adapter keeps no good one from being served.
         """
-        faults = {}
         found = await self._registry.current_of_base(self._engine.card.name)
         for name, entry in found.items():
             try:
                 await self._load(name, entry.version, entry.path, current=True)
             except AdapterError as e:
-                faults[name] = str(e)
                 log.error("%s: adapter %s is not served: %s", self._replica, name, e)
-        return faults
 
     async def ready(self, request: Generate) -> None:
         """Make the request's adapter version resident. Raises Rejected when it cannot be."""

@@ -21,9 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from services.replica.engines.base import AdapterError
+from shared.adapter_files import CONFIG_FILE, MAX_RANK, TENSOR_FILE
 
-MAX_RANK = 256
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Settings of LoraConfig that change the arithmetic in a way the engine does not have.
 REFUSED = (
     "use_dora",
@@ -88,7 +87,7 @@ def read_folder(folder: str | Path, shapes: Mapping[str, tuple[int, int]]) -> Mo
     """
     folder = Path(folder)
     spec = read_spec(folder)
-    path = folder / TENSORS
+    path = folder / TENSOR_FILE
     if not path.is_file():
         pickled = (folder / "adapter_model.bin").is_file()
         reason = "only a pickled file is there: save it with safetensors" if pickled else "missing"
@@ -102,7 +101,7 @@ def read_folder(folder: str | Path, shapes: Mapping[str, tuple[int, int]]) -> Mo
 
 def read_spec(folder: Path) -> AdapterSpec:
     """``adapter_config.json``. Raises AdapterError, naming the field at fault."""
-    path = folder / CONFIG
+    path = folder / CONFIG_FILE
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:

@@ -34,8 +34,8 @@ def describe(exit_code: int | None) -> str:
     if exit_code is None:
         return "still runs"
     if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else -exit_code
+        hint = ", perhaps out of memory" if name == "SIGKILL" else ""
         return f"ended by {name}{hint}"
     return f"ended with exit code {exit_code}"
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import overload
 
 _SIZE = 4096
-_MAGIC = 0x434F4C4C4D424C31  # "COLLMBL1"
+_MAGIC = 0x434F4C4C4D424C32  # "COLLMBL2"
 _LINE = 8  # fields of 8 bytes in a cache line
 
 
@@ -74,14 +74,13 @@ class ControlBlock:
     magic = _Int(0)
 
     # Written by the inference process: what it does.
-    progress = _Int(1 * _LINE)  # turns of the serving loop
-    progress_time = _Float(1 * _LINE + 1)  # when the last turn began
-    step_started = _Float(1 * _LINE + 2)  # when the step in progress began; 0 = none runs
-    running = _Int(1 * _LINE + 3)  # requests decoding together
-    waiting = _Int(1 * _LINE + 4)  # requests without KV memory yet
-    slack = _Float(1 * _LINE + 5)  # seconds training may delay serving; inf = nobody waits
-    busy_seconds = _Float(1 * _LINE + 6)  # seconds spent in steps since the block was made
-    steps = _Int(1 * _LINE + 7)
+    progress_time = _Float(1 * _LINE)  # when the last turn began
+    step_started = _Float(1 * _LINE + 1)  # when the step in progress began; 0 = none runs
+    running = _Int(1 * _LINE + 2)  # requests decoding together
+    waiting = _Int(1 * _LINE + 3)  # requests without KV memory yet
+    slack = _Float(1 * _LINE + 4)  # seconds training may delay serving; inf = nobody waits
+    busy_seconds = _Float(1 * _LINE + 5)  # seconds spent in steps since the block was made
+    steps = _Int(1 * _LINE + 6)
     step_estimate = _Float(2 * _LINE)  # smoothed seconds of a step at the present load
     inference_pid = _Int(2 * _LINE + 1)
     b = _Int(2 * _LINE + 2)  # concurrency limit in force
@@ -90,8 +89,7 @@ class ControlBlock:
     slot_seconds = _Float(2 * _LINE + 5)  # compute slots times the seconds they were held
 
     # Written by the parent.
-    paused = _Int(4 * _LINE)  # 1 = training stops within one micro-step
-    stopping = _Int(4 * _LINE + 1)  # 1 = the replica drains
+    stopping = _Int(4 * _LINE)  # 1 = the replica drains
 
     # Written by the training process.
     training = _Int(6 * _LINE)  # 1 = a job is running
@@ -146,7 +144,7 @@ class ControlBlock:
 
     def may_train(self) -> bool:
         """Whether the training process may do anything at all now."""
-        return not self.paused and not self.stopping and self.B > 0
+        return not self.stopping and self.B > 0
 
     def has_slack(self, seconds: float) -> bool:
         """Whether serving can be delayed by ``seconds`` and still keep its deadlines."""

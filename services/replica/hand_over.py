@@ -24,9 +24,7 @@ import torch
 from torch import Tensor
 
 from services.replica.checkpoint import WeightsError
-from services.replica.weights import FusedWeights, cut
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+from services.replica.weights import DTYPES, FusedWeights, cut
 
 
 class CudaHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cuda"):
@@ -69,7 +67,7 @@ class CudaHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cuda"):
                 f"{self.device}: the weights' memory cannot be opened ({e}); holder and user must "
                 "see the same devices, and containers must share their IPC namespace"
             ) from e
-        return tensor_over(storage, _DTYPES[self.dtype])
+        return tensor_over(storage, DTYPES[self.dtype])
 
 
 class MemoryHandle(msgspec.Struct, frozen=True, kw_only=True, tag="memory"):
@@ -89,7 +87,7 @@ class MemoryHandle(msgspec.Struct, frozen=True, kw_only=True, tag="memory"):
     def open(self) -> Tensor:
         """The content of the fused file [elements], mapped privately. Raises WeightsError."""
         path = f"/proc/{self.pid}/fd/{self.descriptor}"
-        dtype = _DTYPES[self.dtype]
+        dtype = DTYPES[self.dtype]
         try:
             if os.stat(path).st_ino != self.inode:
                 raise WeightsError(f"{path}: not the weights any more; their holder has changed")

@@ -7,11 +7,10 @@ import time
 
 from services.replica.children import Child
 from services.replica.control_block import ControlBlock
-from shared.records import HEARTBEAT_TTL_MS
+from shared.records import SILENCE
 
 log = logging.getLogger(__name__)
 
-SILENCE = HEARTBEAT_TTL_MS / 1e3 + 1.0  # seconds without a sign of the serving loop
 KILL_STOPPED = 2 * SILENCE  # seconds after which a child that a signal has stopped is killed
 
 

@@ -20,12 +20,10 @@ from redis.asyncio import Redis
 from services.replica.intake import poisoned
 from shared import names
 from shared.messages import BODY, Batch, DecodeError, Generate, Lost, Message, decode, encode
-from shared.records import HEARTBEAT_TTL_MS, ReplicaRecord
+from shared.records import HEARTBEAT_TTL_MS, SILENCE, ReplicaRecord
 from shared.replica_state import Refused, State, event, move
 
 log = logging.getLogger(__name__)
-
-_TAKEOVER_SECONDS = HEARTBEAT_TTL_MS / 1e3 + 1.0
 
 # One entry: only if it is still there, tell the gateways and delete it.
 _GIVE_BACK = """
@@ -63,7 +61,7 @@ class Incarnation:
 
     async def take_id(self) -> None:
         """Wait until no other process beats for this id. Raises IdInUse if one goes on."""
-        end = time.monotonic() + _TAKEOVER_SECONDS
+        end = time.monotonic() + SILENCE
         while time.monotonic() < end:
             if await self._redis.get(names.replica_alive(self.replica)) is None:
                 return

@@ -89,7 +89,7 @@ class Inference:
             jobs.append(tasks.create_task(self._keep_time()))
             engines = await self._load()
             pipes.listen(self._pipe, self._heard, self._stop.set)
-            self._announce(engines)
+            self._told({"ready": True})
             for replica, engine in engines.items():
                 jobs += self._serve(tasks, replica, self._loops[replica], engine)
             intake = Intake(self._redis, engines, self._arrived)
@@ -164,19 +164,6 @@ class Inference:
         card = next(iter(engines.values())).card
         await self._redis.sadd(names.MODELS, card.name)
         await self._redis.hset(names.model(card.name), mapping=card.to_hash())
-
-    def _announce(self, engines: dict[str, Engine]) -> None:
-        ready = {}
-        for replica, engine in engines.items():
-            status = engine.status()
-            ready[replica] = {
-                "b": status.b_limit,
-                "b_max": engine.b_max,
-                "kv_total": status.kv_total,
-                "context": engine.card.context,
-                "adapters": status.adapters,
-            }
-        pipes.send(self._pipe, {"ready": ready})
 
     def _serve(
         self, tasks: asyncio.TaskGroup, replica: str, loop: ServingLoop, engine: Engine

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 
 WINDOW = 2000  # steps
-VOID_ABOVE = 0.05  # of a step's duration, at the 99th percentile
 
 
 class LagMeter:
@@ -28,8 +27,3 @@ class LagMeter:
             self._p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
             self._fresh = 0
         return self._p99
-
-    @property
-    def void(self) -> bool:
-        """Whether results of this run say nothing about the emulated hardware."""
-        return len(self._lags) >= 100 and self.p99() > VOID_ABOVE

@@ -124,7 +124,6 @@ class Publisher:
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._drained.set()
-        self.sent_turns = 0
 
     def put(self, turn: Turn) -> None:
         self._outbox.append(turn)
@@ -161,7 +160,6 @@ class Publisher:
             turns, self._outbox = self._outbox, []
             self._sending = len(turns)
             await self._send(turns)
-            self.sent_turns += self._sending
             self._sending = 0
 
     async def _send(self, turns: list[Turn]) -> None:

@@ -12,19 +12,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from services.replica.engines.base import EngineStatus, StepReport
+from shared.buckets import LATENCY, PER_TOKEN, TOKENS, TTFT
 from shared.lifetime import Stamp, tpot
 from shared.messages import Finished, Generate, Output
 
 M = TypeVar("M", bound=MetricWrapperBase)
 
 LABELS = ("model_name", "engine")
-TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-        20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
-TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-         20.0, 40.0, 80.0)  # fmt: skip
-REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
-           240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
-COUNTS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+SLOW_TOKEN = (*PER_TOKEN, 20.0, 40.0, 80.0)
 
 
 class Meters:
@@ -69,38 +64,41 @@ class Meters:
         self._tpot = Histogram(
             "collm_request_time_per_output_token_seconds",
             "Per token after the first",
-            buckets=TOKEN,
+            buckets=SLOW_TOKEN,
             **one,
         )
         self._e2e = Histogram(
-            "collm_e2e_request_latency_seconds", "Arrival to last token", buckets=REQUEST, **one
+            "collm_e2e_request_latency_seconds", "Arrival to last token", buckets=LATENCY, **one
         )
         self._queue = Histogram(
             "collm_request_queue_time_seconds",
             "Arrival to start of prefill",
-            buckets=REQUEST,
+            buckets=LATENCY,
             **one,
         )
         self._prefill = Histogram(
             "collm_request_prefill_time_seconds",
             "Start of prefill to first token",
-            buckets=REQUEST,
+            buckets=LATENCY,
             **one,
         )
         self._decode = Histogram(
-            "collm_request_decode_time_seconds", "First to last token", buckets=REQUEST, **one
+            "collm_request_decode_time_seconds", "First to last token", buckets=LATENCY, **one
         )
         self._prompt_length = Histogram(
-            "collm_request_prompt_tokens", "Prompt length", buckets=COUNTS, **one
+            "collm_request_prompt_tokens", "Prompt length", buckets=TOKENS, **one
         )
         self._output_length = Histogram(
-            "collm_request_generation_tokens", "Answer length", buckets=COUNTS, **one
+            "collm_request_generation_tokens", "Answer length", buckets=TOKENS, **one
         )
         self._iteration = Histogram(
-            "collm_iteration_tokens", "Tokens processed in a step", buckets=COUNTS, **one
+            "collm_iteration_tokens", "Tokens processed in a step", buckets=TOKENS, **one
         )
         self._step = Histogram(
-            "collm_step_seconds", "Duration of an engine step", buckets=TOKEN, **one
+            "collm_step_seconds",
+            "Duration of an engine step",
+            buckets=SLOW_TOKEN,
+            **one,
         )
         self._adapters = Gauge(
             "collm_lora_adapter_loaded",

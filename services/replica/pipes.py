@@ -40,11 +40,7 @@ def drain(pipe: Connection, heard: Callable[[dict[str, Any]], None]) -> bool:
     """Hear all that lies in the pipe; False at its end."""
     try:
         while pipe.poll():
-            raw = pipe.recv_bytes()
-            if raw.startswith(b"{"):
-                heard(orjson.loads(raw))
-            else:
-                log.debug("a child says %r", raw)
+            heard(orjson.loads(pipe.recv_bytes()))
     except (EOFError, ConnectionResetError, OSError):
         return False
     return True
@@ -53,10 +49,7 @@ def drain(pipe: Connection, heard: Callable[[dict[str, Any]], None]) -> bool:
 def listen(
     pipe: Connection, heard: Callable[[dict[str, Any]], None], ended: Callable[[], None]
 ) -> None:
-    """Call ``heard`` for every JSON object and ``ended`` once at the pipe's end, on this loop.
-
-    Anything else on the pipe is a sign of life (``b"ready"``) and only logged.
-    """
+    """Call ``heard`` for every message and ``ended`` once at the pipe's end, on this loop."""
     loop = asyncio.get_running_loop()
 
     def readable() -> None:

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from shared.settings import Settings
 
+STEP_SECONDS = 0.1
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -38,13 +39,13 @@ class ReplicaSettings(Settings):
     kv_tokens: int = Field(32768, ge=256, description="KV memory, in tokens of all requests")
     max_step_tokens: int = Field(512, ge=16, description="Most prompt tokens in one step")
     step_seconds: float = Field(
-        0.1,
+        STEP_SECONDS,
         gt=0,
         description="Length of a step with prompts beside running answers, at most (or four times "
         "that of one without, if longer)",
     )
     threads: int = Field(0, ge=0, description="Compute threads; 0 = as many as the host has slots")
-    dtype: str = Field("auto", pattern="^(auto|float32|bfloat16|float16)$")
+    dtype: str = Field("auto", pattern="^(auto|float32|bfloat16)$")
     weights: str = Field("shared", pattern="^(shared|packed)$")
     hold_weights: bool = Field(
         False,

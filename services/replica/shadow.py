@@ -49,9 +49,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     rank: int
     lora_alpha: float
-    target_modules: tuple[str, ...]
     tensors: dict[str, tuple[int, int, tuple[int, ...]]]  # name -> begin, end (floats), shape
-    published: float = 0.0  # CLOCK_MONOTONIC seconds of the counter's change
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,6 @@ class Published:
     def tensors(self) -> dict[str, Tensor]:
         """Views of ``flat`` under PEFT's names."""
         return {n: self.flat[a:b].view(shape) for n, (a, b, shape) in self.card.tensors.items()}
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """The fields of adapter_config.json that serving needs."""
-        return {
-            "r": self.card.rank,
-            "lora_alpha": self.card.lora_alpha,
-            "target_modules": list(self.card.target_modules),
-        }
 
 
 class _Mapped:

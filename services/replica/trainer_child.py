@@ -80,6 +80,7 @@ class TrainerChild:
                 "environment": environment(settings, os.environ) if on_gpu else {},
                 "previous_exit": self._child.exit_code,
                 "settings": self._training,
+                "metrics_kept": settings.metrics_kept,
                 "log_level": settings.log_level,
                 "log_format": settings.log_format,
             }

@@ -37,8 +37,8 @@ GROUPS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
-_NAMES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_IN_FILE = {torch.bfloat16: "BF16", torch.float32: "F32"}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,11 @@ def resolve_dtype(dtype: str | torch.dtype, device: str = "auto") -> torch.dtype
         on_gpu = resolve_device(device).type == "cuda"
         native = on_gpu or torch.cpu._is_avx512_bf16_supported()
         chosen = torch.bfloat16 if native else torch.float32
-    elif dtype in _NAMES:
-        chosen = _NAMES[dtype]
+    elif dtype in DTYPES:
+        chosen = DTYPES[dtype]
     else:
-        raise WeightsError(f"dtype {dtype!r}: choose auto, {' or '.join(_NAMES)}")
-    if chosen not in _DTYPES:
+        raise WeightsError(f"dtype {dtype!r}: choose auto, {' or '.join(DTYPES)}")
+    if chosen not in _IN_FILE:
         raise WeightsError(f"dtype {chosen}: choose torch.bfloat16 or torch.float32")
     return chosen
 
@@ -190,9 +190,7 @@ def _order(shapes: Mapping[str, tuple[Path, tuple[int, ...]]]) -> list[tuple[str
     return order
 
 
-def _layout(
-    shapes: Mapping[str, tuple[Path, tuple[int, ...]]], itemsize: int
-) -> tuple[list[_Slot], int]:
+def _layout(shapes: Mapping[str, tuple[Path, tuple[int, ...]]], itemsize: int) -> list[_Slot]:
     """Slots of all tensors, with fillers so that each group begins on a cache line."""
     slots: list[_Slot] = []
     position = 0
@@ -206,17 +204,17 @@ def _layout(
             size = torch.Size(shape).numel() * itemsize
             slots.append(_Slot(name, shape, position, position + size))
             position += size
-    return slots, position
+    return slots
 
 
 def _write(folder: Path, target: Path, dtype: torch.dtype, fingerprint: str) -> None:
     """Write the whole file beside its place, then rename it: readers see all of it or nothing."""
     shapes = checkpoint.shapes(folder)
-    slots, _ = _layout(shapes, dtype.itemsize)
+    slots = _layout(shapes, dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "source": fingerprint}}
     for slot in slots:
         header[slot.name] = {
-            "dtype": _DTYPES[dtype],
+            "dtype": _IN_FILE[dtype],
             "shape": slot.shape,
             "data_offsets": [slot.begin, slot.end],
         }

@@ -122,7 +122,6 @@ class ServingLoop:
             self._hand_out(report)
 
     def _mark_turn(self) -> None:
-        self.block.progress += 1
         self.block.progress_time = time.monotonic()
 
     async def _idle(self) -> None:

@@ -89,7 +89,7 @@ def initialise(plain: dict[str, Any]) -> dict[str, Any]:
         tensors[f"{stem}.lora_A.weight"] = rng.normal(size=shape).astype(np.float32)
         tensors[f"{stem}.lora_B.weight"] = np.zeros((rows, job.lora.rank), np.float32)
     path = write(job.adapter, job.version, tensors, job.lora)
-    return to_json(rounds.InitialiseResult(version=job.version, path=str(path), parameters=1))
+    return to_json(rounds.InitialiseResult(version=job.version, path=str(path)))
 
 
 def prepare(plain: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def send_update(plain: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError(f"GroupBroken: group {job.group.id}: rendezvous failed")
     raw = (data() / "replicas" / REPLICA / "update").read_bytes()
     blobs.put_sync(redis, job.blob, raw)
-    return to_json(rounds.SendResult(client=REPLICA, seconds=0.01, bytes=len(raw), blob=job.blob))
+    return to_json(rounds.SendResult(seconds=0.01, bytes=len(raw)))
 
 
 def aggregate(plain: dict[str, Any]) -> dict[str, Any]:
@@ -193,14 +193,11 @@ def aggregate(plain: dict[str, Any]) -> dict[str, Any]:
     path = write(job.adapter, job.version, done.tensors, job.lora)
     return to_json(
         rounds.AggregateResult(
-            session=job.session,
-            round=job.round,
             version=job.version,
             path=str(path),
             used=done.used,
             rejected=done.rejected,
             aggregation_error=done.error,
-            lora=job.lora,
         )
     )
 

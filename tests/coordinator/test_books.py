@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from services.coordinator.checking import verdict
 from services.coordinator.settings import BadOptions, CoordinatorSettings
 from services.coordinator.telemetry import KEPT, Telemetry
+from shared.adapter_files import MAX_RANK
 from shared.messages import Finished, StepSample, TrainSample
 from shared.quality import after_round, weighted_mean
 
@@ -187,6 +188,7 @@ def test_a_weighted_mean_leaves_out_what_is_unknown() -> None:
     [
         ({"strategy": "fedfoo"}, "fedfoo"),
         ({"rank": 0}, "rank"),
+        ({"rank": MAX_RANK + 1}, "rank"),
         ({"noise_multiplier": 1.0}, "clip"),
         ({"client_ranks": "r1=4"}, "client_ranks"),
         ({"stratgy": "ffa"}, "stratgy"),

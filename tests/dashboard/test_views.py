@@ -163,11 +163,10 @@ def test_emulated_data_is_known_as_such(engine: str) -> None:
     assert history.any_emulated is (engine == "emulated")
 
 
-def test_versions_of_single_replicas_are_no_part_of_the_quality_curve() -> None:
+def test_versions_that_were_not_promoted_are_marked_in_the_quality_curve() -> None:
     history = connected()
     versions = (
         AdapterVersion(version="r1", path="", round=1, created=1.0),
-        AdapterVersion(version="r1.own", path="", round=1, replica="replica-0", created=2.0),
         AdapterVersion(version="r2", path="", round=2, quality=1.1, promoted=False, created=3.0),
     )
     adapter = Adapter(name="a", base="m", rank=8, current="r1")

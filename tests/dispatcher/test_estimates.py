@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from services.dispatcher.policies.base import StepSeen
-from services.dispatcher.policies.parts.fit import CHUNK, FEW, NEEDED, StepFit
+from services.dispatcher.policies.parts.fit import FEW, NEEDED, StepFit
 from services.dispatcher.policies.parts.lengths import KNOWN, REFRESH, WINDOW, Lengths
 from services.dispatcher.policies.parts.path import REMEMBERED, PathLag
 from services.dispatcher.policies.parts.path import WINDOW as PATH_WINDOW
 from services.dispatcher.policies.parts.rates import FLOOR, ArrivalRate
+from services.dispatcher.policies.parts.waiting import CHUNK
 from shared.latency import LatencyModel
 from tests.dispatcher.made import done, request
 

@@ -223,7 +223,7 @@ async def test_a_missed_sample_is_noticed_by_its_number_and_the_books_are_compar
     gateway, replica = ScriptedGateway(redis), ScriptedReplica(redis, b=1)
     await gateway.start()
     await replica.start()
-    async with running(redis_server.url):
+    async with running(redis_server.url) as dispatcher:
         await gateway.send("first")
         await gateway.send("second")
         await eventually(replica.ids, "released")
@@ -235,6 +235,8 @@ async def test_a_missed_sample_is_noticed_by_its_number_and_the_books_are_compar
             return await replica.ids() == ["second"]
 
         await eventually(second_there, "credit came back without a completion")
+        counted = dispatcher._counters.registry.get_sample_value
+        assert counted("collm_dispatcher_reconciled_total") == 1
 
 
 async def test_a_poisoned_entry_goes_to_dead_letters_and_the_next_is_served(

@@ -193,7 +193,7 @@ def test_published_tensors_serve_like_the_folder_they_are_saved_in(
     path = adapters["rslora"]
     engine.load_adapter("disk", "1", str(path))
     tensors = load_file(path / "adapter_model.safetensors")
-    engine.load_adapter_tensors("memory", "1", tensors, read_spec(path))
+    engine.adapters.load_tensors("memory", "1", tensors, read_spec(path))
     got = tokens(run(engine, [request(n, [5, 6], adapter=n) for n in ("disk", "memory")]))
     assert got["disk"] == got["memory"]
 

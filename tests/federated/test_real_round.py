@@ -109,7 +109,8 @@ async def test_three_real_clients_of_unequal_ranks_learn_together_over_gloo(
     lease, clock = Lease(redis, "coordinator"), RedisClock()
     assert await lease.try_acquire()
     await clock.synchronise(redis)
-    service = CoordinatorService(settings, Meters())
+    meters = Meters()
+    service = CoordinatorService(settings, meters)
     tasks = [
         asyncio.create_task(beat(redis)),
         asyncio.create_task(service.act(Acting(redis, lease, clock))),
@@ -128,6 +129,9 @@ async def test_three_real_clients_of_unequal_ranks_learn_together_over_gloo(
     done = [e for e in events if e["kind"] == "round_done"]
     assert [(e["used"], e["exchange"]) for e in done] == [("r0,r1,r2", "gloo")] * 2
     assert [e for e in events if e["kind"] == "exchange_fallback"] == []
+    [moved] = meters.exchange_bytes.collect()
+    totals = {s.labels["path"]: s.value for s in moved.samples if s.name.endswith("_total")}
+    assert totals == {"gloo": sum(int(e["exchange_bytes"]) for e in done)}
     assert float(done[1]["heldout"]) < float(done[0]["heldout"]) < float(done[0]["heldout_before"])
     registry = AdapterRegistry(redis, tmp_path)
     current = await registry.current("chat")

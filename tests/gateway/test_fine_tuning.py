@@ -13,8 +13,10 @@ from services.gateway import feedback
 from services.gateway.job_setup import Source
 from services.gateway.settings import GatewaySettings
 from shared import api_keys, data_homes, names, sessions
+from shared.adapter_files import MAX_RANK
 from shared.adapters import AdapterRegistry, AdapterVersion
 from shared.replica_state import event
+from shared.rounds import Lora
 from tests.gateway.answerer import until
 from tests.gateway.conftest import MODEL, serve
 from tests.gateway.replica import controlled
@@ -131,6 +133,8 @@ async def test_a_job_brings_its_data_home_and_waits_for_idle_replicas(tuning, tm
     registered = await AdapterRegistry(redis, tmp_path).get(adapter)
     assert registered is not None
     assert (registered.base, registered.training["seed"]) == (MODEL, 7)
+    for name, value in {"rank": Lora().rank, "lora_alpha": Lora().lora_alpha}.items():
+        assert registered.training[name] == getattr(registered, name) == value
     await event(redis, "session_waits", adapter=adapter, why="needs 3 Idle replicas, has 0")
 
     async def told() -> bool:
@@ -393,6 +397,7 @@ CASES_BAD_JOBS_ARE_REFUSED_BY_NAME = [
     ({"method": {"type": "dpo"}}, 400, "method"),
     ({"metadata": {"strategy": "magic"}}, 400, "metadata"),
     ({"metadata": {"rank": "many"}}, 400, "metadata"),
+    ({"metadata": {"rank": str(MAX_RANK + 1)}}, 400, "metadata"),
     ({"metadata": {"shard": "0"}}, 400, "metadata"),
     ({"integrations": [{"type": "wandb"}]}, 400, "integrations"),
     ({"unknown": 1}, 400, "unknown"),

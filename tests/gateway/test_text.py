@@ -60,7 +60,7 @@ def test_the_pieces_together_are_the_full_decoding(tokenizer, data):
     """Of any tokens; with byte fallback, whose whole runs of bytes are valid or not, of texts."""
     vocabulary = Vocabulary(tokenizer)
     if isinstance(tokenizer.decoder, decoders.ByteLevel):
-        ids = data.draw(st.lists(st.integers(0, vocabulary.size - 1), max_size=40))
+        ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=40))
     else:
         text = data.draw(st.text(alphabet="ab €😀é漢", max_size=20))
         ids = tokenizer.encode(text, add_special_tokens=False).ids

@@ -25,7 +25,7 @@ from tests.system.running import System
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
-SERVICES = ("gateway", "dispatcher", "launcher", "coordinator", "replica", "training")
+SERVICES = ("gateway", "dispatcher", "launcher", "coordinator", "replica")
 
 
 @pytest.fixture(scope="module")
@@ -184,11 +184,8 @@ def test_a_file_becomes_a_model_with_those_rights(server_binary, tmp_path, tiny_
 
 
 def _users(url: Callable[[str], str]) -> dict[str, str]:
-    """Each service its own user; the training process shares its replica's."""
-    return {
-        f"COLLM_{name.upper()}_REDIS_URL": url("replica" if name == "training" else name)
-        for name in SERVICES
-    }
+    """Each service its own user; the training process has its replica's."""
+    return {f"COLLM_{name.upper()}_REDIS_URL": url(name) for name in SERVICES}
 
 
 def _denied(data: Path) -> list[str]:

@@ -34,13 +34,13 @@ def test_another_process_sees_what_was_written_and_answers(tmp_path: Path) -> No
     assert block.micro_steps == 7
 
 
-def test_the_pause_flag_and_a_micro_batch_of_zero_stop_training(tmp_path: Path) -> None:
+def test_draining_and_a_micro_batch_of_zero_stop_training(tmp_path: Path) -> None:
     block = ControlBlock.create(tmp_path / "control.bin")
     block.B = 2
     assert block.may_train()
-    block.paused = 1
+    block.stopping = 1
     assert not block.may_train()
-    block.paused, block.B = 0, 0
+    block.stopping, block.B = 0, 0
     assert not block.may_train()
 
 

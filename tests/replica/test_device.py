@@ -168,7 +168,9 @@ async def test_only_a_training_process_on_a_gpu_gets_its_variables(
 ) -> None:
     (tmp_path / "control").touch()
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    settings = ReplicaSettings.model_validate({"model_path": "m", "data_dir": tmp_path})
+    settings = ReplicaSettings.model_validate(
+        {"model_path": "m", "data_dir": tmp_path, "metrics_kept": 500}
+    )
     on_gpu = {
         "type": "cuda", "file": "f", "dtype": "bfloat16", "index": 0, "memory": "", "size": 0,
         "offset": 0, "counter": "", "counter_offset": 0, "event": "", "event_wait": False,
@@ -183,6 +185,7 @@ async def test_only_a_training_process_on_a_gpu_gets_its_variables(
     assert config.weights is not None
     assert config.weights.device == "cuda:0"
     assert config.environment[mps.PERCENTAGE] == "40"
+    assert config.metrics_kept == 500
     assert orjson.loads(child._config(None))["environment"] == {}
 
     seen: dict[str, str | None] = {}

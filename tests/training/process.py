@@ -63,7 +63,6 @@ class TrainingProcess:
                 "evaluate_every": 1,
                 "worker_ttl": 3.0,
                 "threads": 1,
-                "probe_interval": 0.2,
             },
         )
         self.redis = connect_sync(redis_url)

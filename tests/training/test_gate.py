@@ -64,8 +64,8 @@ def test_what_training_held_and_how_long_it_waited_is_counted(
         assert block.train_slot_seconds >= 0.1  # two slots
         held = block.train_slot_seconds
         waited = block.train_wait_seconds
-        block.paused = 1
-        timer = threading.Timer(0.05, setattr, (block, "paused", 0))
+        block.B = 0
+        timer = threading.Timer(0.05, setattr, (block, "B", 2))
         timer.start()
         gate.before_micro_step(2)
         timer.join()

@@ -75,7 +75,7 @@ def test_a_model_that_learnt_four_answers_gives_them_and_stops(tiny_model: Path)
         if trainer.step().loss < 0.01:
             break
     engine = TorchEngine.load(tiny_model, name="m", dtype="float32", kv_tokens=1024, b_max=4)
-    engine.load_adapter_tensors("a", "v", adapter.tensors(), AdapterSpec(16, 32.0), "")
+    engine.adapters.load_tensors("a", "v", adapter.tensors(), AdapterSpec(16, 32.0), "")
     for one in chats:
         prompt = tokenizer.prompt(one.messages[:1])
         tokens, finish = ask(engine, prompt, tokenizer.eos_ids)
@@ -247,7 +247,7 @@ def test_inference_keeps_no_autograd_graph(tiny_model: Path) -> None:
     live = {n: p for n, p in adapter.model.named_parameters() if p.requires_grad}
     assert live
     tensors = {n.replace(".default.", "."): p for n, p in live.items()}
-    engine.load_adapter_tensors("a", "v", tensors, AdapterSpec(4, 8.0), "")
+    engine.adapters.load_tensors("a", "v", tensors, AdapterSpec(4, 8.0), "")
     ask(engine, [5, 6, 7], frozenset())
     assert all(p.grad_fn is None for p in live.values())
     assert all(bool((p.grad == 0).all()) for p in live.values())

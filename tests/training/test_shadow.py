@@ -19,7 +19,6 @@ def card(version: str, size: int) -> Card:
         version=version,
         rank=1,
         lora_alpha=1.0,
-        target_modules=("q_proj",),
         tensors={"x": (0, size - 1, (size - 1,)), "y": (size - 1, size, (1,))},
     )
 

@@ -9,7 +9,6 @@ class Sequence:
     """One request in the engine. Token counts."""
 
     __slots__ = (
-        "cursor",
         "delivered",
         "key",
         "length",
@@ -28,5 +27,4 @@ class Sequence:
         self.delivered = len(request.generated)
         self.to_prefill = len(request.prompt) + self.delivered
         self.reserved = len(request.prompt) + request.sampling.max_tokens
-        self.cursor = key
         self.stamps: dict[str, float] = {}

@@ -26,9 +26,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     weights: Handle | None = None  # weights that another process holds; None = map the file
     environment: dict[str, str] = {}  # set before anything is imported
-    incarnation: str = ""
     previous_exit: int | None = None  # exit code of the process that this one replaces
     settings: dict[str, object] = {}  # TrainingSettings; absent = the environment's
+    metrics_kept: int = 100_000  # entries of the metrics log
     log_level: str = "INFO"
     log_format: str = "text"
 

@@ -32,8 +32,6 @@ from shared.rounds import Lora
 
 log = logging.getLogger(__name__)
 
-METRICS_MAXLEN = 100_000
-
 
 @dataclass(frozen=True)
 class DataSet:
@@ -106,7 +104,8 @@ class TrainingContext:
             BODY: encode(sample),
         }
         try:
-            self.redis.xadd(names.METRICS, fields, maxlen=METRICS_MAXLEN, approximate=True)
+            kept = self.config.metrics_kept
+            self.redis.xadd(names.METRICS, fields, maxlen=kept, approximate=True)
         except TRANSIENT as e:
             log.warning("a %s sample is lost: Redis is away (%s)", kind, e)
 
@@ -146,7 +145,7 @@ class TrainingContext:
         self._untouched = None
 
     def shadow(self) -> ShadowWriter:
-        """The shared memory to the serving side, with room for the configured rank."""
+        """The shared memory to the serving side; a larger adapter gets a larger one."""
         if self._shadow is None:
             self._shadow = ShadowWriter(Path(self.config.shadow), capacity=1 << 22)
         return self._shadow

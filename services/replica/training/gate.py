@@ -93,14 +93,12 @@ class ServingGate:
         threads: int = 0,
         yielding: bool = True,
         layers: int = 1,
-        needs_micro_batch: bool = True,
         device: torch.device = CPU,
     ) -> None:
-        """``needs_micro_batch``: B = 0 stops it (False for a probe, which is no training)."""
         self._queue = ShortQueue(device)
         self._block, self._slots, self._check = block, slots, check
         self._wanted = min(threads or slots.count, slots.count)
-        self._yielding, self._needs_micro_batch = yielding, needs_micro_batch
+        self._yielding = yielding
         self._looks = 2 * layers  # times that ``inside`` is called in a micro-step
         self._lease: Lease | None = None
         self._looked = self._counted = 0.0
@@ -180,7 +178,7 @@ class ServingGate:
         return waited
 
     def _try_begin(self) -> bool:
-        if not self._may_compute() or not self._slack_suffices():
+        if not self._block.may_train() or not self._slack_suffices():
             return False
         alone = self._serving_rests()
         self._lease = self._slots.try_acquire_training(self._wanted, leave_first=not alone)
@@ -191,13 +189,8 @@ class ServingGate:
             torch.set_num_threads(self._lease.count)
         return True
 
-    def _may_compute(self) -> bool:
-        if self._needs_micro_batch:
-            return self._block.may_train()
-        return not (self._block.paused or self._block.stopping)
-
     def _must_give_way(self) -> bool:
-        if not self._may_compute():
+        if not self._block.may_train():
             return True
         assert self._lease is not None
         if self._serving_rests():
@@ -237,8 +230,8 @@ class ServingGate:
 
     def _reason(self) -> str:
         block = self._block
-        if block.paused or block.stopping:
-            return "the replica is paused or drains"
+        if block.stopping:
+            return "the replica drains"
         if block.B <= 0:
             return "B = 0: the coordinator (or a Configure command) lets it go on"
         if not self._slack_suffices():

@@ -63,8 +63,7 @@ def initialise(plain: Json) -> Json:
         adapter.tensors(),
         context.config.folder,
     )
-    count = adapter.flat.numel()
-    return to_json(InitialiseResult(version=job.version, path=str(path), parameters=count))
+    return to_json(InitialiseResult(version=job.version, path=str(path)))
 
 
 def prepare(plain: Json) -> Json:
@@ -100,17 +99,15 @@ def send_update(plain: Json) -> Json:
     if job.group is not None:
         with Exchange(context.redis, job.group, str(context.device)) as exchange:
             traffic = exchange.send(load_arrays(raw))
-        return to_json(SendResult(client=job.client, seconds=traffic.seconds, bytes=traffic.bytes))
+        return to_json(SendResult(seconds=traffic.seconds, bytes=traffic.bytes))
     begun = time.monotonic()
     blobs.put_sync(context.redis, job.blob, raw)
-    seconds = time.monotonic() - begun
-    return to_json(SendResult(client=job.client, seconds=seconds, bytes=len(raw), blob=job.blob))
+    return to_json(SendResult(seconds=time.monotonic() - begun, bytes=len(raw)))
 
 
 def aggregate(plain: Json) -> Json:
     """AggregateJob -> AggregateResult. Bad updates are left out whole and named."""
     job, context = from_json(plain, AggregateJob), CONTEXT.get()
-    begun = time.monotonic()
     parent = {n: t.numpy() for n, t in read_tensors(Path(job.parent_path)).items()}
     received, rejected, exchange_seconds, moved = _gather(context, job)
     updates = [
@@ -149,15 +146,11 @@ def aggregate(plain: Json) -> Json:
     )
     return to_json(
         AggregateResult(
-            session=job.session,
-            round=job.round,
             version=job.version,
             path=str(path),
             used=done.used,
             rejected={**rejected, **done.rejected},
             aggregation_error=done.error,
-            lora=job.lora,
-            seconds=time.monotonic() - begun,
             exchange="redis" if job.group is None else job.group.backend,
             exchange_seconds=exchange_seconds,
             exchange_bytes=moved,
@@ -168,7 +161,6 @@ def aggregate(plain: Json) -> Json:
 def evaluate(plain: Json) -> Json:
     """EvaluateJob -> EvaluateResult: held-out cross-entropy of each version, or of the base."""
     job, context = from_json(plain, EvaluateJob), CONTEXT.get()
-    begun = time.monotonic()
     data = context.data_set(job.adapter, job.max_tokens, job.heldout_fraction)
     if data is None or not data.heldout.examples:
         return to_json(EvaluateResult(client=job.client, ce=(None,) * len(job.paths), tokens=0))
@@ -176,14 +168,8 @@ def evaluate(plain: Json) -> Json:
     found: list[float | None] = [
         cross_entropy(context, p, examples, context.check) for p in job.paths
     ]
-    return to_json(
-        EvaluateResult(
-            client=job.client,
-            ce=tuple(found),
-            tokens=sum(sum(e.learnt[1:]) for e in examples),
-            seconds=time.monotonic() - begun,
-        )
-    )
+    tokens = sum(sum(e.learnt[1:]) for e in examples)
+    return to_json(EvaluateResult(client=job.client, ce=tuple(found), tokens=tokens))
 
 
 # ---------------------------------------------------------------- parts

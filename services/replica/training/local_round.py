@@ -254,7 +254,6 @@ class LocalRound:
             heldout_after=after,
             noise=None if trainer.noise is None else GradientNoise(**asdict(trainer.noise)),
             first_step=context.redis_time(first) if first else 0.0,
-            norm=kept.norm,
             blob=kept.blob,
             exchange_seconds=kept.seconds,
             exchange_bytes=kept.bytes,

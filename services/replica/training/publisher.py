@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -89,9 +88,7 @@ class Publisher:
             version=version,
             rank=adapter.spec.r,
             lora_alpha=adapter.spec.lora_alpha,
-            target_modules=adapter.spec.target_modules,
             tensors=adapter.bounds(),
-            published=time.monotonic(),
         )
         flat: NDArray[np.float32] = adapter.flat.detach().cpu().numpy()
         self._shadow.publish(card, flat)

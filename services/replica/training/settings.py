@@ -8,42 +8,26 @@ from pydantic import Field
 
 from shared.settings import Settings
 
-Publish = Literal["every_step", "on_improvement", "per_round"]
-
 
 class TrainingSettings(Settings):
-    """Defaults of a fine-tuning job; a job's own parameters win over them."""
+    """How a replica trains. What it trains, and how long, is in each job."""
 
     section: ClassVar[str] = "training"
 
-    r: int = Field(8, ge=1, le=1024, description="LoRA rank")
-    lora_alpha: float = Field(16.0, gt=0)
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-    micro_batch: int = Field(4, ge=1, description="samples of a micro-step (B0)")
-    accumulation: int = Field(8, ge=1, description="micro-steps of one optimiser step")
-    local_steps: int = Field(6, ge=1, description="optimiser steps of a client in a round")
-    learning_rate: float = Field(5e-4, gt=0)
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float = Field(1.0, gt=0, description="limit of the gradient's L2 norm")
     gradient_checkpointing: bool = False
-    seed: int = Field(0, ge=0)
 
-    max_length: int = Field(512, ge=8, description="tokens of an example; longer ones are cut")
-    heldout: float = Field(0.1, ge=0, lt=1, description="part of the chats kept for evaluation")
     heldout_limit: int = Field(16, ge=1, description="chats that one evaluation reads at most")
+    micro_batch: int = Field(4, ge=1, description="chats that an evaluation computes at once")
     skip_broken: bool = Field(False, description="leave broken lines out instead of failing")
 
-    publish: Publish = "on_improvement"
     evaluate_every: int = Field(5, ge=1, description="optimiser steps between held-out losses")
     save_every: int = Field(25, ge=1, description="optimiser steps between saved states")
     keep_versions: int = Field(20, ge=1, description="versions of an adapter kept on disk")
-    probe_interval: float = Field(
-        60.0, ge=0, description="seconds between quality probes while no job runs; 0 = none"
-    )
 
     threads: int = Field(0, ge=0, description="compute threads; 0 = what the host's slots give")
     yielding: bool = Field(True, description="wait while serving has no slack")

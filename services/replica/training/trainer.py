@@ -54,7 +54,6 @@ class StepResult:
     beside: float  # mean number of requests decoding beside the micro-steps
     gradient_norm: float
     noise_scale: float | None
-    skipped: int  # micro-gradients that were not finite
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,6 @@ class Trainer:
             beside=sum(m.beside for m in every) / len(every),
             gradient_norm=norm,
             noise_scale=None if self.noise is None else self.noise.scale,
-            skipped=len(every) - len(kept),
         )
 
     # ------------------------------------------------------------ evaluation

@@ -18,9 +18,8 @@ from shared.rounds import RoundJob
 
 @dataclass(frozen=True)
 class Kept:
-    """An update on disk. ``norm``: L2 norm of its difference to the parent, before privacy."""
+    """An update on disk, and what its upload took."""
 
-    norm: float
     blob: str = ""  # "" = not uploaded
     seconds: float = 0.0
     bytes: int = 0
@@ -44,7 +43,6 @@ def keep(
     """Write the update, upload it under the job's blob id if ``upload``. Raises BlobError."""
     before = {n: t.numpy() for n, t in parent.items()}
     update = {n: t.cpu().numpy() for n, t in trained.items()}
-    norm = privacy.difference_norm(before, update)
     if job.privacy is not None:
         frozen = frozenset(n for n in update if not any(f".lora_{p}." in n for p in job.train))
         update = privacy.clip_and_noise(
@@ -62,7 +60,7 @@ def keep(
         old.unlink()
     path.write_bytes(raw)
     if not upload:
-        return Kept(norm)
+        return Kept()
     begun = time.monotonic()
     blobs.put_sync(redis, job.blob, raw)
-    return Kept(norm, job.blob, time.monotonic() - begun, len(raw))
+    return Kept(job.blob, time.monotonic() - begun, len(raw))

@@ -27,9 +27,9 @@ from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 
 from services.replica import pipes
+from services.replica.children import describe
 from services.replica.training.config import WorkerConfig
 from services.replica.training.context import CONTEXT, TrainingContext
-from services.replica.training.evaluation import Probes
 from services.replica.training.gate import Stopped
 from shared import logs, names
 from shared.redis_client import TRANSIENT, connect_sync
@@ -59,16 +59,10 @@ class TrainingWorker(SimpleWorker):  # type: ignore[misc]
         )
         self.context = context
         self._ttl = ttl
-        self._probes = Probes(context, lambda: queue.count > 0)
 
     def get_heartbeat_ttl(self, job: Job, working_time: float = 0.0) -> int:
         """Seconds after which a job without a heartbeat counts as abandoned."""
         return self._ttl
-
-    def run_maintenance_tasks(self) -> None:
-        """rq's own, every few seconds between jobs; then a quality probe if one is due."""
-        super().run_maintenance_tasks()
-        self._probes.turn()
 
     def execute_job(self, job: Job, queue: Queue) -> None:
         context = self.context
@@ -140,7 +134,8 @@ def take_over(queue: Queue, previous_exit: int | None) -> list[str]:
         deaths = int(job.meta.get("deaths", 0)) + 1
         job.meta["deaths"] = deaths
         job.save_meta()
-        reason = f"the training process died during the job ({describe_exit(previous_exit)})"
+        how = "ended" if previous_exit is None else describe(previous_exit)
+        reason = f"the training process {how} during the job"
         if deaths >= ATTEMPTS:
             _fail(job, queue, f"{reason}, {deaths} times: given up")
         else:
@@ -157,18 +152,6 @@ def _fail(job: Job, queue: Queue, reason: str) -> None:
     with queue.connection.pipeline() as pipe:
         job._handle_failure(reason, pipeline=pipe, worker_name="")
         pipe.execute()
-
-
-def describe_exit(code: int | None) -> str:
-    """An exit code in words; a negative one is a signal. 137 is what a shell shows for KILL."""
-    if code is None:
-        return "exit code unknown"
-    number = -code if code < 0 else code - 128 if code > 128 else 0
-    if number:
-        name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
-        hint = ", perhaps out of memory" if number == signal.SIGKILL else ""
-        return f"exit code {128 + number}: {name}{hint}"
-    return f"exit code {code}"
 
 
 def serve(context: TrainingContext, ready: Any = None) -> None:
@@ -206,4 +189,4 @@ def main(config_json: str, pipe: Connection) -> None:
     redis: Redis = connect_sync(config.redis_url, socket_timeout=60.0)
     context = TrainingContext(config, redis)
     threading.Thread(target=_watch, args=(pipe,), name="parent-watch", daemon=True).start()
-    serve(context, lambda: pipes.send(pipe, {"ready": {config.replica: {"pid": os.getpid()}}}))
+    serve(context, lambda: pipes.send(pipe, {"ready": True}))

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.dispatcher.policies.base import StepSeen
+from services.dispatcher.policies.parts.waiting import CHUNK
 from shared.latency import LatencyModel
 from shared.nnls import nnls
 
@@ -23,7 +24,6 @@ FORGET = 0.998  # weight of a report when the next one comes
 POOL_WEIGHT = 0.05  # of all replicas' reports beside a replica's own
 NEEDED = 10.0  # reports before anything is said: two for each coefficient
 FEW = 1000.0  # reports; with more, a fit is no longer news
-CHUNK = 512.0  # prompt tokens that one step takes at most, as far as the counting of steps goes
 
 
 class StepFit:

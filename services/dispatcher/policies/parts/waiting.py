@@ -7,9 +7,7 @@ import math
 from services.dispatcher.policies.base import Request
 
 MAIN, DEFERRED, LATE, GONE = range(4)  # which queue it is in
-
-
-CHUNK = 512  # prompt tokens that an engine takes in one step
+CHUNK = 512  # prompt tokens that an engine takes in one step at most
 
 
 class Waiting:

@@ -8,12 +8,7 @@ from pathlib import Path
 
 import torch
 
-from services.replica.engines.torch.config import (
-    ModelConfig,
-    Unsupported,
-    raw_config,
-    read_config,
-)
+from services.replica.engines.torch.config import ModelConfig, Unsupported, read_config
 from services.replica.engines.torch.library import NoKernels
 from services.replica.engines.torch.native import NativeBackend
 from services.replica.engines.torch.other import TransformersBackend
@@ -64,7 +59,7 @@ def load_backend(
     device: str = "auto",
     held: Handle | None = None,
 ) -> Loaded:
-    """Open the model and choose how it runs. Raises WeightsError, Unsupported, NoKernels."""
+    """Open the model and choose how it runs. Raises WeightsError, NoKernels."""
     if held is not None:
         dtype, device = held.dtype, held.device
     if weights not in ("shared", "packed"):
@@ -78,7 +73,6 @@ def load_backend(
     try:
         config = read_config(folder)
     except Unsupported as e:
-        raw_config(folder)  # a missing or broken file is an error for every backend
         log.warning("transformers' own forward computes, slower and without sharing: %s", e)
         with lane():
             other = TransformersBackend(folder, chosen, place)

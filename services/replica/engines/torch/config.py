@@ -6,7 +6,6 @@ positions, grouped-query attention, gated MLP. They differ in the fields of ``Mo
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from services.replica import checkpoint
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -91,23 +92,9 @@ def _llama3(inverse: Tensor, rope: dict[str, Any]) -> Tensor:
     return torch.where(wavelength < old / high, inverse, scaled)
 
 
-def raw_config(folder: Path) -> dict[str, Any]:
-    """config.json as it is. Raises Unsupported when it is missing or no JSON object."""
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise Unsupported(f"{path}: no such file; give a model folder") from e
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise Unsupported(f"{path}: not JSON: {e}") from e
-    if not isinstance(raw, dict):
-        raise Unsupported(f"{path}: a JSON object expected")
-    return raw
-
-
 def read_config(folder: Path) -> ModelConfig:
-    """The model's config for the fast path. Raises Unsupported."""
-    raw = raw_config(folder)
+    """The model's config for the fast path. Raises Unsupported; WeightsError: no usable file."""
+    raw = checkpoint.read_config(folder)
     kind = raw.get("model_type")
     if kind not in FAMILY:
         raise Unsupported(f"model_type {kind!r} is none of {', '.join(FAMILY)}")

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,14 +25,13 @@ from services.replica.engines.torch.sampling import choose, needs_logits
 from services.replica.engines.torch.scheduler import Scheduler, Sequence, Work
 from services.replica.engines.torch.step import Step
 from services.replica.hand_over import Handle
+from services.replica.settings import STEP_SECONDS
 from shared.clock import Now
 from shared.lifetime import Stamp
 from shared.messages import Finished, Generate, Output, TokenLogprobs
 from shared.records import ModelCard
 
 log = logging.getLogger(__name__)
-
-STEP_SECONDS = 0.1  # of a step with prompt chunks beside running answers
 
 
 class TorchEngine:
@@ -312,20 +310,6 @@ class TorchEngine:
     def use_threads(self, count: int) -> None:
         self._threads = count  # set in the step's own thread, to which the setting belongs
 
-    def load_adapter_tensors(
-        self,
-        name: str,
-        version: str,
-        tensors: Mapping[str, Tensor],
-        spec: AdapterSpec,
-        path: str | None = None,
-    ) -> None:
-        """Serve tensors under PEFT's names (copied) as a version; raises AdapterError.
-
-        ``path``: the folder the same version is written to, for when it leaves memory.
-        """
-        self.adapters.load_tensors(name, version, tensors, spec, path)
-
     def load_adapter_flat(
         self,
         name: str,
@@ -335,8 +319,11 @@ class TorchEngine:
         spec: AdapterSpec,
         path: str | None = None,
     ) -> None:
-        """The same for tensors that lie one after another in ``flat``, at ``bounds``: quick when
-        a version before had the same bounds."""
+        """Serve tensors under PEFT's names (copied) as a version; raises AdapterError.
+
+        They lie one after another in ``flat``, at ``bounds``: quick when a version before had
+        the same. ``path``: the folder the version is written to, for when it leaves memory.
+        """
         self.adapters.load_flat(name, version, flat, bounds, spec, path)
 
     def unload_adapter(self, name: str) -> bool:

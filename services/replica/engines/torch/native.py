@@ -34,7 +34,7 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclass(frozen=True)
 class _Table:
-    """An adapter as the kernels read it, [layer][module]; and how it was made."""
+    """An adapter as the kernels read it, [layer][module]."""
 
     entries: Any
 
