@@ -150,7 +150,7 @@ def test_a_replica_gets_the_time_to_drain_and_the_gateway_that_for_its_answers(
         ("COLLM_LAUNCHER_TICK", "0", "launcher would not start.*COLLM_LAUNCHER_TICK: tick"),
         ("COLLM_COORDINATOR_GRASE", "1", "coordinator would not.*variable COLLM_COORDINATOR_GRASE"),
         ("COLLM_REPLICA_KV_TOKENS", "many", "replica-0 would not.*COLLM_REPLICA_KV_TOKENS"),
-        ("COLLM_TRAINING_R", "0", "replica-0 would not start.*COLLM_TRAINING_R: r"),
+        ("COLLM_TRAINING_CLIP_NORM", "x", "replica-0 would not.*COLLM_TRAINING_CLIP_NORM"),
         ("COLLM_DISPATCHER_PORT", "x", "dispatcher would not start.*COLLM_DISPATCHER_PORT"),
         ("COLLM_API_KEYS_FILE", "/absent.json", "gateway would not start: /absent.json"),
     ],
