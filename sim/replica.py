@@ -22,7 +22,7 @@ from sim.job import Job
 from sim.training import Trainer
 
 
-class Batching(msgspec.Struct, frozen=True, kw_only=True):
+class Batching(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a replica forms batches, as ``services.replica.engines.emulated`` does."""
 
     batching: str = "continuous"  # or "static": a batch runs to its end
