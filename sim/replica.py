@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 
 import msgspec
 
-from services.replica.engines.torch.pace import beside_decodes
+from services.replica.pace import beside_decodes
 from shared.profile import Profile
 from sim.job import Job
 from sim.training import Trainer

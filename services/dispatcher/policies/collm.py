@@ -166,7 +166,7 @@ class Collm:
         self._placement.epsilon = max(self._epsilon, self._path.seconds(now))
         self.macro.expired(queues.expire(now))
         queues.compact()
-        # On a guess of their lengths hopeless requests are not refused but served, after all others.
+        # While lengths are a guess, hopeless requests are served after all others, not refused.
         refuses = self._shed and self.lengths.known
         if refuses and queues.late_count:
             actions += self._refuse(now)
