@@ -74,7 +74,8 @@ types: $(STAMP) ## mypy --strict
 
 check: lint types test ## what CI runs
 
-# Each prints one JSON line last; see docs/performance.md.
+# Each prints one JSON line last; see docs/performance.md. `policies` and `pacing` replay the Azure
+# traces: ARGS="--data FOLDER".
 BENCHES := control engine sharing federated dispatch policies pacing overhead sim
 .PHONY: $(addprefix bench-,$(BENCHES))
 $(addprefix bench-,$(BENCHES)): bench-%: $(STAMP)
@@ -83,10 +84,10 @@ $(addprefix bench-,$(BENCHES)): bench-%: $(STAMP)
 bench-peers-setup: $(STAMP) ## environments of the engines that `bench-engine` compares with
 	$(BIN)/python -m bench.peers_setup $(ARGS)
 
-bench: $(STAMP) ## every benchmark, one table and one JSON line
+bench: $(STAMP) ## every benchmark (hours; ARGS=--quick: about one), one table and one JSON line
 	$(BIN)/python -m bench.all $(ARGS)
 
-figures: $(STAMP) ## the evaluation's figures
+figures: $(STAMP) ## the evaluation's figures, into data/figures (ARGS="--out FOLDER" elsewhere)
 	$(BIN)/python -m bench.figures $(ARGS)
 
 chaos: $(STAMP) ## kills, stops and rubbish under load: MINUTES=10

@@ -1,6 +1,6 @@
 """How evenly a replica serves: requests ended a second, round robin against the pacing policy.
 
-``python -m bench.pacing --trace TAG=CSV``: the paper's Figures 5 and 13. The same requests go
+``python -m bench.pacing --data FOLDER``: the paper's Figures 5 and 13. The same requests go
 through the running system with 16 emulated replicas in real time, and through the simulator.
 Printed is the relative variance (variance over squared mean) of requests ended a second on the
 replica that ended most of them, the one that the pacing policy fills, and its ratio to round
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import measured
+from bench import azure, measured
 from bench.policies import EMULATED, slowed, tokenizer
 from bench.stack import running
 from bench.validity import VOID_ABOVE, simulated
@@ -108,13 +108,26 @@ def one(policy: str, o: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m bench.pacing", description=__doc__)
-    p.add_argument("--trace", nargs="+", required=True, metavar="TAG=CSV")
+    p.add_argument("--data", type=Path, metavar="FOLDER", help=azure.SOURCE)
+    p.add_argument("--trace", nargs="+", metavar="TAG=CSV", help="instead of --data")
     p.add_argument("--scale", type=float, default=2.5, help="of the recorded rate")
     p.add_argument("--seconds", type=float, default=60.0)
     p.add_argument("--slow", type=float, default=1.0)
-    o = p.parse_args()
+    o = p.parse_args(arguments)
+    try:
+        if o.data is not None:
+            o.trace = [f"{tag}={path}" for tag, path in azure.traces(o.data).items()]
+    except azure.NoTraces as e:
+        p.exit(2, f"bench.pacing: {e}\n")
+    if not o.trace:
+        p.exit(2, f"bench.pacing needs traces: {azure.ADD} (or --trace TAG=CSV …)\n")
+    return o
+
+
+def main() -> None:
+    o = options()
     found = {}
     for policy in POLICIES:
         found[policy] = one(policy, o)

@@ -23,7 +23,8 @@ from typing import Any
 
 import msgspec
 
-from bench import validity
+from bench import azure, validity
+from bench.progress import Progress
 from bench.stack import StackError, running
 from collm import models
 from sim.replica import Batching
@@ -130,6 +131,7 @@ class Bench:
     def saturation(self, trace: str) -> float:
         """Rate scale at which round robin saturates: doubling, then two halvings."""
         scale = self._cluster.first_scale
+        say(f"{self._cluster.name}/{trace}: at most {PROBES_MAX + 1} probes find saturation")
         idle = self._probe(trace, scale)
         low, high = scale, 0.0
         for _ in range(PROBES_MAX):
@@ -158,7 +160,7 @@ class Bench:
         arguments = [*self._cluster.arguments, "--policy", run.policy]
         with running(arguments, environment) as stack, tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "loadgen", "--base-url", stack.url]
-            command += ["--trace", f"{run.trace}={self._trace(run.trace)}"]
+            command += ["--trace", f"{run.trace}={self._o.files[run.trace]}"]
             command += ["--rate-scale", f"{scale:.5g}", "--duration", f"{seconds:g}"]
             command += ["--seed", str(run.seed), "--ignore-eos", "--slo-headers", "--no-progress"]
             command += ["--goodput", *self._cluster.slos[run.trace], *self._cluster.scales]
@@ -185,12 +187,6 @@ class Bench:
             )
             sim = validity.simulated(result, run.policy, options)
         return validity.compared(result, sim, run.policy, run.load)
-
-    def _trace(self, name: str) -> Path:
-        found = sorted(Path(self._o.data).glob(f"*{name}*.csv"))
-        if not found:
-            raise SystemExit(f"--data {self._o.data}: no CSV with {name!r} in its name")
-        return found[0]
 
 
 def plan(o: argparse.Namespace) -> list[Run]:
@@ -245,9 +241,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def options() -> argparse.Namespace:
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m bench.policies", description=__doc__)
-    p.add_argument("--data", default="../shared/data/azure", help="folder of the Azure CSVs")
+    p.add_argument("--data", type=Path, metavar="FOLDER", help=azure.SOURCE)
     p.add_argument("--clusters", nargs="+", default=["emulated16", "cpu"])
     p.add_argument("--policies", nargs="+", default=list(POLICIES))
     p.add_argument("--traces", nargs="+", default=["code", "conv"])
@@ -268,9 +264,15 @@ def options() -> argparse.Namespace:
     p.add_argument("--model", default="SmolLM2-135M-Instruct", help="of the cpu cluster")
     p.add_argument("--cpu-replicas", type=int, default=2)
     p.add_argument("--cpu-limit-ms", type=float, default=5000.0)
-    o = p.parse_args()
+    o = p.parse_args(arguments)
     if o.full:
         o.loads, o.seeds = [1.0, 2.0, 3.0, 4.0], 5
+    if o.data is None:
+        p.exit(2, f"bench.policies needs traces: {azure.ADD}\n")
+    try:
+        o.files = azure.traces(o.data, o.traces)
+    except azure.NoTraces as e:
+        p.exit(2, f"bench.policies: {e}\n")
     return o
 
 
@@ -282,6 +284,7 @@ def main() -> None:
     }
     rows: list[dict[str, Any]] = []
     at_four: dict[str, float] = {}
+    progress = Progress([1.0] * len(plan(o)) * len(o.clusters))
     for name in o.clusters:
         bench = Bench(o, known[name])
         for trace in o.traces:
@@ -292,7 +295,8 @@ def main() -> None:
             scale = at_four[f"{name}/{run.trace}"] * run.load / 4.0
             result = bench.go(run, scale, o.seconds)
             rows.append(row(name, run, result) | {"against_simulated": bench.errors(run, result)})
-            say(f"{rows[-1]} ({time.monotonic() - started:.0f} s)")
+            progress.took(time.monotonic() - started)
+            say(f"{rows[-1]} ({time.monotonic() - started:.0f} s)\n{progress}")
     print(
         json.dumps(
             {

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from collm.parent import die_with_parent
 from shared.settings import child_environment
 
 STOP_SECONDS = 40.0
@@ -145,6 +146,8 @@ def running(
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=child_environment(environment or {}),
+                # A benchmark that is killed leaves no system behind; from the main thread only.
+                preexec_fn=die_with_parent(signal.SIGINT),
             )
         assert process.stdout is not None
         try:

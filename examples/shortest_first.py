@@ -1,10 +1,11 @@
-"""A dispatch policy of your own: of the waiting requests, the shortest goes first.
+r"""A dispatch policy of your own: of the waiting requests, the shortest goes first.
 
 A policy is pure: it is told what happened and when, and says what should happen. So one class
 runs in the dispatcher and in the simulator:
 
     collm up --policy examples.shortest_first:ShortestFirst
-    collm simulate --policy examples.shortest_first:ShortestFirst --rate 20 --rate-scale 1
+    collm simulate --policy examples.shortest_first:ShortestFirst --rate 20 --rate-scale 1 \
+        --limit 2000
 
 `services/dispatcher/policies/base.py` holds the whole interface. This one starts from the frame
 of the simple policies, which knows about credit, adapters and replicas that die.

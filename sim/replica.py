@@ -16,13 +16,13 @@ from collections import OrderedDict, deque
 
 import msgspec
 
-from services.replica.engines.torch.pace import beside_decodes
+from services.replica.pace import beside_decodes
 from shared.profile import Profile
 from sim.job import Job
 from sim.training import Trainer
 
 
-class Batching(msgspec.Struct, frozen=True, kw_only=True):
+class Batching(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a replica forms batches, as ``services.replica.engines.emulated`` does."""
 
     batching: str = "continuous"  # or "static": a batch runs to its end

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MIN_CE = 0.05
 
 
-class Federated(msgspec.Struct, frozen=True, kw_only=True):
+class Federated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How training is run; the switches take one part out each, for ablations."""
 
     launcher: Options = Options()

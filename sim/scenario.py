@@ -26,7 +26,7 @@ class ScenarioError(ValueError):
     """The scenario makes no sense; the message says what to change."""
 
 
-class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides the outcome."""
 
     profile: str = "h20-8b"
@@ -46,6 +46,28 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         """As plain JSON."""
         plain: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
         return plain
+
+
+def read(path: Path) -> Scenario:
+    """A saved scenario: ``scenario.json``, or a result that holds one. Raises ScenarioError."""
+    try:
+        plain = msgspec.json.decode(path.read_bytes())
+        if isinstance(plain, dict):
+            plain = plain.get("scenario", plain)
+        return msgspec.convert(plain, Scenario, dec_hook=_path)
+    except OSError as e:
+        raise ScenarioError(f"{path}: cannot be read: {e.strerror}") from e
+    except msgspec.DecodeError as e:  # also what does not fit: ValidationError
+        raise ScenarioError(
+            f"{path}: {e}; a scenario.json as `collm simulate --out FOLDER` saves it is expected"
+        ) from e
+
+
+def _path(kind: type, value: Any) -> Any:
+    """The one type of a scenario that JSON does not have."""
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise TypeError(f"a path expected, not {value!r}")
 
 
 def load_curve(name: str) -> Curve:

@@ -19,7 +19,7 @@ from shared.slo import Slo
 from sim.job import Job
 
 
-class Stream(msgspec.Struct, frozen=True, kw_only=True):
+class Stream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Random requests of one kind: gamma gaps, log-normal lengths (median and sigma of the log)."""
 
     tag: str
@@ -57,7 +57,7 @@ AZURE_LIKE = (
 )
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True):
+class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds, tokens. One of ``traces``, ``streams`` and ``rate``."""
 
     traces: tuple[tuple[str, Path], ...] = ()

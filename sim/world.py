@@ -35,7 +35,7 @@ WATCH_EVENTS = 5_000  # events between two looks from outside
 SHORTEST_WAKE = 1e-4  # seconds; a policy cannot be asked more often without an event
 
 
-class Delays(msgspec.Struct, frozen=True, kw_only=True):
+class Delays(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the control plane adds, in seconds; measure it with ``python -m bench.control``."""
 
     request: float = 0.0015  # client -> dispatcher

@@ -1,4 +1,8 @@
-"""``python -m bench.figures``: simulate, draw, write the page. Can be cut: what is done is kept."""
+"""``python -m bench.figures``: simulate, draw, write the page. Can be cut: what is done is kept.
+
+Without ``--data`` requests are random, with the traces' statistics; without ``--full`` it is half
+an hour with one seed. Only ``collm`` trains; the other policies serve the initial adapter.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.figures import method, page, plots, runs
+from bench import azure, origin
+from bench.figures import method, page, plots, record, runs
 from bench.figures.page import Found
 from bench.figures.runs import Plan
 from bench.figures.store import OutOfTime, Store
-from loadgen.trace import parse_argument
+from loadgen.trace import TraceError, parse_argument
+from services.dispatcher.policies.registry import UnknownPolicy
+from sim.scenario import ScenarioError
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+OUT = origin.ROOT / "data" / "figures"  # not docs: what is published there took hours
 NOT_DONE = 3  # exit status: run the same command again
 COST_REQUESTS = 100_000
 
@@ -30,30 +37,47 @@ def dispersion(values: Sequence[float]) -> float:
     return statistics.pvariance(values) / mean**2 if mean else 0.0
 
 
-def main() -> None:
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m bench.figures", description=__doc__)
-    p.add_argument(
-        "--trace",
-        action="append",
+    add = p.add_argument
+    add("--data", type=Path, metavar="FOLDER", help=azure.SOURCE)
+    add("--trace", action="append", default=[], metavar="TAG=CSV", help="code=… and conv=… instead")
+    add("--hours", type=float, help="of arrivals (default 0.5; --full: 10)")
+    add("--seeds", type=int, help="default 1; --full: 5")
+    add("--full", action="store_true", help="ten hours, five seeds")
+    add(
+        "--policies",
+        nargs="+",
         default=[],
-        metavar="TAG=CSV",
-        help="tags code and conv; without: random streams with their statistics",
+        metavar="NAME",
+        help="compare these, and module:Class of your own, with collm and round_robin; "
+        "`all` stands for every policy there is (default)",
     )
-    p.add_argument("--hours", type=float, help="of arrivals (default 0.5; --full: 10)")
-    p.add_argument("--seeds", type=int, help="default 1; --full: 5")
-    p.add_argument("--full", action="store_true", help="ten hours, five seeds")
-    p.add_argument("--curve", default="smollm2", help="loss curve of config/curves")
-    p.add_argument("--out", type=Path, default=ROOT / "docs" / "evaluation")
-    p.add_argument("--store", type=Path, default=ROOT / "data" / "figures", help="results kept")
-    p.add_argument(
-        "--minutes", type=float, help=f"begin nothing after so long, exit with {NOT_DONE}"
-    )
-    p.add_argument("--cost-requests", type=int, default=COST_REQUESTS, help="0: no cost figure")
-    o = p.parse_args()
+    add("--curve", default="smollm2", help="loss curve of config/curves")
+    add("--out", type=Path, default=OUT, help="for page, figures and results.json (%(default)s)")
+    add("--store", type=Path, default=OUT / "kept", help="results kept (%(default)s)")
+    add("--minutes", type=float, help=f"begin nothing after so long, exit with {NOT_DONE}")
+    add("--cost-requests", type=int, default=COST_REQUESTS, help="0: no cost figure")
+    o = p.parse_args(arguments)
+    try:
+        if o.data is not None:
+            o.trace = [f"{tag}={path}" for tag, path in azure.traces(o.data).items()]
+        o.traces = tuple(parse_argument(t) for t in o.trace)
+        runs.choose(o.policies)
+    except (azure.NoTraces, UnknownPolicy) as e:
+        p.error(str(e))
+    if o.traces and sorted(tag for tag, _ in o.traces) != sorted(azure.TAGS):
+        p.error(f"--trace: one CSV each with the tags {' and '.join(azure.TAGS)} is expected")
+    return o
+
+
+def main() -> None:
+    o = options()
+    made = origin.facts()
     plan = Plan(
         hours=o.hours or (10.0 if o.full else 0.5),
         seeds=tuple(range(o.seeds or (5 if o.full else 1))),
-        traces=tuple(parse_argument(t) for t in o.trace),
+        traces=o.traces,
         curve=o.curve,
     )
     o.out.mkdir(parents=True, exist_ok=True)
@@ -62,27 +86,34 @@ def main() -> None:
     except OutOfTime:
         say("more is to be simulated: run the same command again")
         sys.exit(NOT_DONE)
+    except (TraceError, ScenarioError) as e:
+        sys.exit(f"bench.figures: {e}")
     draw(found, o.out)
-    (o.out / "README.md").write_text(page.write(found), encoding="utf-8")
-    (o.out / "results.json").write_text(json.dumps(page.facts(found), indent=1), encoding="utf-8")
+    (o.out / "README.md").write_text(page.write(found) + record.text(made), encoding="utf-8")
+    facts = page.facts(found) | record.facts(found, made)
+    (o.out / "results.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
     say(f"written: {o.out / 'README.md'}")
 
 
 def evaluate(plan: Plan, store: Store, cost_requests: int) -> Found:
     """Run everything. Raises OutOfTime."""
     unit = runs.saturation(plan, store) * 1.1 / 4
-    served = runs.served(plan, unit, store)
-    pairs = runs.pairs(plan, unit, store)
+    store.expect(runs.every(plan, unit))
+    served = {
+        name: result["by_time"]["served"]
+        for name, result in runs.simulated(runs.served(plan, unit), store).items()
+    }
+    pairs = runs.simulated(runs.pairs(plan, unit), store)
     return Found(
         plan=plan,
         unit=unit,
-        results=runs.by_policy(plan, unit, store),
+        results=runs.rows(runs.by_policy(plan, unit), store),
         served=served,
         dispersion=_dispersions(served),
         pairs=pairs,
         completion=runs.completion(pairs),
-        split=runs.split(plan, unit, 2, store),
-        ablations=runs.ablations(plan, unit, 2, store),
+        split=runs.simulated(runs.split(plan, unit), store),
+        ablations=runs.simulated(runs.ablations(plan, unit), store),
         fit=method.fitted(plan, unit, store),
         memory=method.memory(plan),
         cost=method.cost(store, cost_requests) if cost_requests else {},
@@ -97,6 +128,13 @@ def _dispersions(served: dict[str, list[list[float]]]) -> dict[str, float]:
         found[policy] = statistics.median(each)
         found[f"{policy}, fullest"] = dispersion(max(replicas, key=sum))
     return found
+
+
+def fullest(served: dict[str, list[list[float]]]) -> dict[str, list[float]]:
+    """Of each policy what the replica that ended most ended a second, and ours in the mean."""
+    both = {policy: max(replicas, key=sum) for policy, replicas in served.items()}
+    both["mean of collm"] = [statistics.fmean(both["collm"])] * max(map(len, both.values()))
+    return both
 
 
 def draw(found: Found, out: Path) -> None:
@@ -129,10 +167,9 @@ def draw(found: Found, out: Path) -> None:
         },
         series["utilisation_bucket_seconds"],
     )
-    both = {k: max(v, key=sum) for k, v in found.served.items()}
-    ideal = statistics.fmean(both["collm"])
-    both["ideal mode (one rate)"] = [ideal] * max(map(len, both.values()))
-    plots.lines(out / "served.png", both, 1.0, ("seconds", "ended by the fullest a second"))
+    plots.lines(
+        out / "served.png", fullest(found.served), 1.0, ("seconds", "ended by the fullest a second")
+    )
     quality = {name: page.quality(r) for name, r in page.learners(found).items()}
     plots.curves(out / "quality.png", quality, ("minutes", "mean quality of answers"))
     plots.bars(

@@ -6,12 +6,13 @@ saturates, here: its attainment falls under 90 % of what it reaches unloaded, on
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from bench.figures.store import Result, Store
-from services.dispatcher.policies.registry import POLICIES
+from services.dispatcher.policies.registry import POLICIES, create
 from shared import profile, slo
 from sim.replica import Batching
 from sim.rounds import Federated
@@ -22,10 +23,14 @@ ORDER = ("collm", "split", "dlora", "shepherd", "peft", "least_loaded", "round_r
 SLOS = ("code/e2e:500ms", "conv/ttft:1000", "conv/tpot:50")
 STATIC = Batching(batching="static")
 LOADS = (1, 2, 3, 4)
-PAIRS = ((16, 4), (8, 8), (4, 16), (8, 16), (2, 32))  # (B, b) of every client
+# (B, b) of every client, down to the smallest micro-batch there is.
+PAIRS = ((16, 4), (8, 8), (4, 16), (8, 16), (2, 32), (1, 32), (1, 64))
 SATURATION_REQUESTS = 15_000  # without traces; else all of them once
 SATURATED, UNLOADED, PRECISION, MOST_PROBES = 0.9, 0.05, 1.05, 20
 SERVED_SECONDS = 900.0
+SEED = 0  # of everything that is simulated once: all but the policies by load
+NEEDED = ("round_robin", "collm")  # the page compares the others with them
+ALL = "all"  # stands for every policy of ORDER
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,9 +44,33 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     curve: str = "smollm2"
 
 
+class Case(NamedTuple):
+    """One simulation of the plan, by the name that the page gives it."""
+
+    name: str
+    scenario: Scenario
+    load: int = 1
+    seed: int = SEED
+
+
+_chosen: list[str] = []
+
+
+def choose(names: Sequence[str]) -> None:
+    """Compare these policies, beside those that are NEEDED; none: all. Raises UnknownPolicy."""
+    for name in names:
+        if name != ALL:
+            create(name)
+    _chosen[:] = [*NEEDED, *names] if names else []
+
+
 def policies() -> list[str]:
-    """Those that are there, ours first; ``split`` has a comparison of its own."""
-    return [name for name in ORDER if name in POLICIES and name != "split"]
+    """Those that are compared, ours first; ``split`` has a comparison of its own."""
+    known = [name for name in ORDER if name in POLICIES and name != "split"]
+    more = [n for n in dict.fromkeys(_chosen) if n not in known and n != ALL]
+    if _chosen and ALL not in _chosen:
+        known = [n for n in known if n in _chosen]
+    return known + more
 
 
 def workload(plan: Plan, scale: float, seed: int = 0, hours: float | None = None) -> Workload:
@@ -76,7 +105,10 @@ def scenario(
 def saturation(plan: Plan, store: Store) -> float:
     """Scale of the recorded rate at which round robin saturates: doubling, then halving."""
 
+    tried: list[float] = []
+
     def attainment(scale: float) -> float:
+        tried.append(scale)
         one = scenario(plan, "round_robin", scale)
         work = msgspec.structs.replace(
             one.workload,
@@ -85,7 +117,7 @@ def saturation(plan: Plan, store: Store) -> float:
             limit=None if plan.traces else SATURATION_REQUESTS,
         )
         found = float(store.run(msgspec.structs.replace(one, workload=work))["slo_attainment"])
-        store.say(f"round robin at {scale:.3g}: attainment {found:.3f}")
+        store.say(f"probe {len(tried)}, round robin at {scale:.3g}: attainment {found:.3f}")
         return found
 
     needed = SATURATED * attainment(UNLOADED)
@@ -100,19 +132,15 @@ def saturation(plan: Plan, store: Store) -> float:
     return high
 
 
-def by_policy(plan: Plan, unit: float, store: Store) -> list[Result]:
+def by_policy(plan: Plan, unit: float) -> list[Case]:
     """Every policy at every load and seed; ours trains when it can, the others never do."""
     found = []
     for seed in plan.seeds:
         for load in LOADS:
             for policy in policies():
                 federated = Federated() if policy == "collm" else None
-                result = store.run(scenario(plan, policy, unit * load, seed, federated))
-                store.say(
-                    f"{policy} at {load}x: goodput {result['goodput_tokens_per_s']:.0f} tok/s, "
-                    f"Q {result['q_goodput']:.0f}, attainment {result['slo_attainment']:.3f}"
-                )
-                found.append({"load": load, "seed": seed, **result})
+                one = scenario(plan, policy, unit * load, seed, federated)
+                found.append(Case(policy, one, load, seed))
     return found
 
 
@@ -129,43 +157,78 @@ ABLATIONS: dict[str, Federated] = {
 }
 
 
-def ablations(plan: Plan, unit: float, load: float, store: Store) -> dict[str, Result]:
+def ablations(plan: Plan, unit: float, load: int = 2) -> list[Case]:
     """Each part off in turn."""
-    found = {}
+    found = []
     for name, federated in ABLATIONS.items():
-        one = scenario(plan, "collm", unit * load, 0, federated)
+        one = scenario(plan, "collm", unit * load, SEED, federated)
         if name == "no consolidation":
             one = msgspec.structs.replace(one, policy_options={"consolidate": False})
-        found[name] = store.run(one)
-        store.say(f"{name}: Q-goodput {found[name]['q_goodput']:.0f}")
+        found.append(Case(name, one, load))
     return found
 
 
-def split(plan: Plan, unit: float, load: float, store: Store) -> dict[str, Result]:
+def split(plan: Plan, unit: float, load: int = 2) -> list[Case]:
     """The isolated design at several divisions of the same hardware, and ours."""
-    found = {"collm (shared)": store.run(scenario(plan, "collm", unit * load, 0, Federated()))}
+    ours = scenario(plan, "collm", unit * load, SEED, Federated())
+    found = [Case("collm (shared)", ours, load)]
     for share in (0.25, 0.5, 0.75):
         dedicated = max(1, round(plan.replicas * share))
-        one = scenario(
-            plan, "split", unit * load, 0, Federated(dedicated=dedicated, publish_at_end=True)
-        )
+        apart = Federated(dedicated=dedicated, publish_at_end=True)
+        one = scenario(plan, "split", unit * load, SEED, apart)
         serving = plan.replicas - dedicated
-        result = store.run(msgspec.structs.replace(one, policy_options={"serving": serving}))
-        found[f"split: {serving} serve, {dedicated} train"] = result
-        store.say(f"split {serving}+{dedicated}: Q-goodput {result['q_goodput']:.0f}")
+        one = msgspec.structs.replace(one, policy_options={"serving": serving})
+        found.append(Case(f"split: {serving} serve, {dedicated} train", one, load))
     return found
 
 
-def pairs(plan: Plan, unit: float, store: Store) -> dict[str, Result]:
+def pairs(plan: Plan, unit: float) -> list[Case]:
     """Fixed (B, b) of every client against the coordinator's search."""
-    choices: dict[str, Federated] = {"coordinator": Federated()}
-    for B, b in PAIRS:
-        choices[f"({B}, {b})"] = Federated(fixed=(B, b))
-    found = {}
-    for name, federated in choices.items():
-        found[name] = store.run(scenario(plan, "collm", unit, 0, federated))
-        store.say(f"{name}: {found[name]['training']['rounds']} rounds")
+    choices = {"coordinator": Federated()}
+    choices |= {f"({B}, {b})": Federated(fixed=(B, b)) for B, b in PAIRS}
+    return [
+        Case(name, scenario(plan, "collm", unit, SEED, federated))
+        for name, federated in choices.items()
+    ]
+
+
+def served(plan: Plan, unit: float, load: int = 2) -> list[Case]:
+    """A quarter of an hour in which nothing trains, to count what each replica ends a second."""
+    found = []
+    for policy in NEEDED:
+        one = scenario(plan, policy, unit * load)
+        work = msgspec.structs.replace(one.workload, duration=SERVED_SECONDS)
+        found.append(Case(policy, msgspec.structs.replace(one, workload=work), load))
     return found
+
+
+def every(plan: Plan, unit: float) -> list[Scenario]:
+    """All of the above."""
+    cases = [*served(plan, unit), *pairs(plan, unit), *by_policy(plan, unit)]
+    cases += [*split(plan, unit), *ablations(plan, unit)]
+    return [case.scenario for case in cases]
+
+
+def simulated(cases: Sequence[Case], store: Store) -> dict[str, Result]:
+    """Results by name. Raises OutOfTime."""
+    return {case.name: _one(case, store) for case in cases}
+
+
+def rows(cases: Sequence[Case], store: Store) -> list[Result]:
+    """Results with load and seed. Raises OutOfTime."""
+    return [{"load": case.load, "seed": case.seed, **_one(case, store)} for case in cases]
+
+
+def _one(case: Case, store: Store) -> Result:
+    result = store.run(case.scenario)
+    training = result.get("training")
+    store.say(
+        f"{case.name} at {case.load}x, seed {case.seed}: "
+        f"goodput {result['goodput_tokens_per_s']:.0f} tok/s, Q {result['q_goodput']:.0f}, "
+        f"attainment {result['slo_attainment']:.3f}"
+        + (f", {training['rounds']} rounds" if training else "")
+    )
+    return result
 
 
 def completion(pairs: dict[str, Result]) -> dict[str, float]:
@@ -177,17 +240,6 @@ def completion(pairs: dict[str, Result]) -> dict[str, float]:
     }
     own = times["coordinator"]
     return {name: t / own if own > 0 else 1.0 for name, t in times.items()}
-
-
-def served(plan: Plan, unit: float, store: Store) -> dict[str, list[list[float]]]:
-    """Requests that each replica ended in each second, by policy, at 2x; nothing trains."""
-    found = {}
-    for policy in ("round_robin", "collm"):
-        one = scenario(plan, policy, unit * 2)
-        work = msgspec.structs.replace(one.workload, duration=SERVED_SECONDS)
-        result = store.run(msgspec.structs.replace(one, workload=work))
-        found[policy] = result["by_time"]["served"]
-    return found
 
 
 def fluid_bound(plan: Plan, result: Result) -> float:

@@ -18,7 +18,7 @@ from shared.profile import ProfileError
 from sim import report, what_if
 from sim.replica import Batching
 from sim.rounds import Federated
-from sim.scenario import Scenario, ScenarioError, run
+from sim.scenario import Scenario, ScenarioError, read, run
 from sim.workload import Workload
 from sim.world import World
 
@@ -32,6 +32,9 @@ BAD_INPUT = (
     ValueError,
 )
 POLICY_HELP = f"Dispatch policy: {', '.join(sorted(POLICIES))}, or module:Class of your own"
+STATIC_HELP = "Static batches instead of continuous ones: the paper's PEFT has them (--policy peft)"
+TRAIN_HELP = "Fine-tune when idle; in published comparisons only collm does, the others --no-train"
+BESIDE_A_FILE = {"file", "out"}  # options that --scenario leaves open
 WHAT_IF_REQUESTS = 8_000  # requests of each trial of a what-if, unless --limit says otherwise
 
 
@@ -41,12 +44,19 @@ def register(app: typer.Typer) -> None:
 
 
 def simulate(
+    context: typer.Context,
     profile: Annotated[str, Option(help="Hardware profile: a name or a YAML file")] = "h20-8b",
     replicas: Annotated[int, Option(help="Replicas of the cluster")] = 16,
     policy: Annotated[str, Option(help=POLICY_HELP)] = "collm",
+    policy_options: Annotated[
+        str, Option(metavar="JSON", help='Options of the policy: {"on_overload": "shed"}')
+    ] = "{}",
     traces: Annotated[
         list[str] | None, Option("--trace", metavar="[TAG=]CSV", help="Azure trace; repeatable")
     ] = None,
+    align: Annotated[
+        str, Option("--trace-align", help="clock: as recorded; start: every trace begins at 0")
+    ] = "clock",
     rate: Annotated[float | None, Option(help="Requests/s at random instead of a trace")] = None,
     burstiness: Annotated[float, Option(help="Gamma shape; 1 is Poisson")] = 1.0,
     limits: Annotated[
@@ -63,17 +73,26 @@ def simulate(
     prompt_scale: Annotated[float, Option(help="Multiplies prompt lengths")] = 1.0,
     output_scale: Annotated[float, Option(help="Multiplies output lengths")] = 1.0,
     adapters: Annotated[int, Option(help="Number of adapters, popularity by Zipf's law")] = 0,
-    static: Annotated[bool, Option(help="Static batches instead of continuous ones")] = False,
-    train: Annotated[bool, Option("--train/--no-train", help="Fine-tune when idle")] = True,
+    static: Annotated[bool, Option(help=STATIC_HELP)] = False,
+    train: Annotated[bool, Option("--train/--no-train", help=TRAIN_HELP)] = True,
     curve: Annotated[str, Option(help="Loss curve of the training")] = "smollm2",
     target: Annotated[float, Option(help="Attainment to sustain, of the unloaded one")] = 0.9,
     seed: Annotated[int, Option()] = 0,
+    file: Annotated[
+        Path | None,
+        Option("--scenario", metavar="FILE", help="scenario.json of a run with --out, run again"),
+    ] = None,
     out: Annotated[Path | None, Option(help="Folder for result.json and report.html")] = None,
 ) -> None:
     """Simulate a cluster: one load with --rate-scale, else the largest it sustains."""
     try:
+        if file is not None:
+            _says_everything(context)
+            _show(_one(read(file)), out)
+            return
         work = Workload(
             traces=tuple(trace.parse_argument(t) for t in traces or ()),
+            trace_align=_alignment(align),
             rate=rate,
             burstiness=burstiness,
             prompt_scale=prompt_scale,
@@ -91,17 +110,57 @@ def simulate(
             profile=profile,
             replicas=replicas,
             policy=policy,
+            policy_options=_options(policy_options),
             workload=work,
             batching=Batching(batching="static" if static else "continuous"),
             federated=Federated() if train else None,
             curve=curve,
             seed=seed,
         )
-        result = _what_if(scenario, target) if scale is None else _one(scenario)
-        if out is not None:
-            _save(result, out)
+        _show(_what_if(scenario, target) if scale is None else _one(scenario), out)
     except BAD_INPUT as e:
         fail(str(e))
+
+
+def _says_everything(context: typer.Context) -> None:
+    """A saved scenario is repeated as it is: no option may seem to change it."""
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name is not None
+        and parameter.name not in BESIDE_A_FILE
+        and getattr(context.get_parameter_source(parameter.name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise ScenarioError(
+            f"--scenario FILE holds everything itself: leave out {', '.join(given)}, "
+            "or change a copy of the file"
+        )
+
+
+def _alignment(name: str) -> str:
+    if name not in ("clock", "start"):
+        raise ScenarioError(f"--trace-align {name!r}: clock or start expected")
+    return name
+
+
+def _options(text: str) -> dict[str, Any]:
+    """Of --policy-options. Raises ScenarioError; whether the policy knows them it says itself."""
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError as e:
+        raise ScenarioError(f"--policy-options {text!r}: not JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise ScenarioError(
+            f"--policy-options {text!r}: names and values in braces expected, "
+            'such as {"on_overload": "shed"}'
+        )
+    return found
+
+
+def _show(result: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        _save(result, out)
     shown = {k: v for k, v in result.items() if k not in ("by_time", "scenario")}
     print(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
 

@@ -27,7 +27,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
         return load.utilisation < self.utilisation and second < self.second
 
 
-class Floors(msgspec.Struct, frozen=True, kw_only=True):
+class Floors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """U^L, q^L, b^L and the quantile alpha_q."""
 
     utilisation: float = 0.25

@@ -16,7 +16,7 @@ from services.launcher.windows import Load
 SERVING, IDLE, COMBINED = "serving", "idle", "combined"
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Names and defaults as in the table of symbols; lengths in ticks."""
 
     tick: float = 1.0  # Delta, seconds

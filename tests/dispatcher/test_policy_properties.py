@@ -213,6 +213,7 @@ def test_nothing_is_refused_on_an_estimate_before_enough_outputs_are_known() -> 
     work = [_request("first", 0.0, 9.0), _request("hopeless", 0.01, 0.02)]
     driver = _serve(Collm(on_overload="shed"), work)
     assert driver.shed == []
+    assert sorted(driver.ended) == ["first", "hopeless"], "nor is anything left waiting"
     learned = Collm(on_overload="shed")
     many = [_request(f"q{k}", 0.35 * k, 9.0) for k in range(60)]
     driver = _serve(learned, [*many, _request("hopeless", 30.0, 0.02)])

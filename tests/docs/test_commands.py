@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from collm.cli import build
+from collm.commands import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 # Commands of other tools, and what tries them.
 OTHERS = {
     "docker ": "deploy/trial.sh",
@@ -32,6 +35,7 @@ OTHERS = {
     "python examples/": "tests/examples/test_examples.py",
     "kill": "tests/system/test_up.py",
     "printf %s": "deploy/redis/README.md",
+    "python -m bench.measured": "tests/sim/test_measured.py",
 }
 VARIABLES = re.compile(r"^(?:[A-Z_]+=(?:'[^']*'|\S+) )+")
 
@@ -47,6 +51,9 @@ def _shown() -> list[tuple[str, str]]:
         if page.name == "README.md":
             cells = re.findall(r"^\|[^|]*\|([^|]*)\|", text, re.M)
             found += [(page.name, c) for cell in cells for c in re.findall(r"`([^`]+)`", cell)]
+    for script in SCRIPTS:  # commands in the first words of an example
+        text = script.read_text().split('"""')[1].replace("\\\n", " ")
+        found += [(script.name, line.strip()) for line in re.findall(r"^    collm .*", text, re.M)]
     lines = [(page, VARIABLES.sub("", line.split("  #")[0].strip())) for page, line in found]
     return [(page, line) for page, line in lines if line and not line.startswith("#")]
 
@@ -83,6 +90,40 @@ def _parses(words: list[str]) -> None:
         assert name in command.commands, f"no command {name!r}"
         command = command.commands[name]
     command.make_context(name, words)
+
+
+SIMULATIONS: dict[str, list[str]] = {}
+for shown_on, shown in _shown():
+    if shown.startswith("collm simulate"):
+        SIMULATIONS.setdefault(shown_on, []).append(shown)
+
+
+def _trace(path: Path) -> None:
+    rows = [f"2023-11-16 18:15:{k:02}.5,{300 + 7 * k},{10 + k}\n" for k in range(60)]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(rows))
+
+
+@pytest.mark.parametrize("page", sorted(SIMULATIONS))
+def test_a_shown_simulation_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is written and in the page's order: that a command parses does not tell that it is
+    given all it needs. A reader's own files lie in the folder; what a line leaves to a default
+    of many thousand requests is made small, because their number proves nothing here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(simulate, "WHAT_IF_REQUESTS", 150)
+    for name in ("code.csv", "conv.csv", "mine.csv"):
+        _trace(tmp_path / name)
+    shutil.copy(ROOT / "config" / "profiles" / "h20-8b.yaml", tmp_path / "my.yaml")
+    for line in SIMULATIONS[page]:
+        done = CliRunner().invoke(build(), shlex.split(line, comments=True)[1:])
+        assert done.exit_code == 0, f"{page}: {line}\n{done.output}"
+        assert '"slo_attainment"' in done.stdout
+
+
+def test_the_front_page_and_the_simulator_s_own_show_simulations() -> None:
+    assert {"README.md", "simulation.md", "shortest_first.py"} <= SIMULATIONS.keys()
 
 
 def test_the_trial_is_a_script_that_bash_reads() -> None:

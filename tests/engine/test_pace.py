@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.replica.engines.torch.pace import LEAST_PREFILL, StepPace, beside_decodes
+from services.replica.pace import LEAST_PREFILL, StepPace, beside_decodes
 from shared.slo import Slo
 
 

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.figures import __main__ as figures
 from bench.figures import page, runs
-from bench.figures.store import OutOfTime, Store
+from bench.figures.store import CODE, OutOfTime, Store, digest_of_code
+from services.dispatcher.policies.registry import UnknownPolicy
 from sim.scenario import Scenario
 from sim.workload import Workload
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _say(_: str) -> None:
     return None
+
+
+@pytest.fixture
+def chosen() -> Iterator[None]:
+    """The choice of policies is the process's: afterwards it is all of them again."""
+    yield
+    runs.choose([])
 
 
 def test_a_known_result_is_not_simulated_again_and_a_new_one_waits_for_time(
@@ -27,12 +43,26 @@ def test_a_known_result_is_not_simulated_again_and_a_new_one_waits_for_time(
         return {"value": len(calls)}
 
     store = Store(tmp_path, None, _say)
-    assert store.known(["a", 1], find) == store.known(["a", 1], find) == {"value": 1}
+    first = store.known(["a", 1], find)
+    assert first["value"] == 1
+    assert store.known(["a", 1], find) == first
     late = Store(tmp_path, -1.0, _say)
-    assert late.known(["a", 1], find) == {"value": 1}
+    assert late.known(["a", 1], find) == first
     with pytest.raises(OutOfTime):
         late.known(["a", 2], find)
-    assert store.known(["a", 2], find) == {"value": 2}
+    assert store.known(["a", 2], find)["value"] == 2
+
+
+def test_what_is_kept_says_when_and_on_what_machine_it_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.origin.machine", lambda: "the first machine")
+    found = Store(tmp_path, None, _say).known("speed", lambda: {"cpu_s": 8.0})
+    monkeypatch.setattr("bench.origin.machine", lambda: "another")
+    kept = Store(tmp_path, None, _say).known("speed", lambda: {"cpu_s": 1.0})
+    assert kept == found
+    assert kept["measured"]["machine"] == "the first machine"
+    assert kept["measured"]["date"].startswith("20")
 
 
 def test_a_scenario_is_known_by_everything_that_decides_its_outcome(tmp_path: Path) -> None:
@@ -44,6 +74,177 @@ def test_a_scenario_is_known_by_everything_that_decides_its_outcome(tmp_path: Pa
     assert first == again
     assert other["replicas"] == 2
     assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+def test_all_code_that_a_simulation_loads_decides_whether_a_result_is_kept() -> None:
+    """What the interpreter has loaded of this project once it can simulate and fit."""
+    code = (
+        "import sys, sim.scenario, services.coordinator.fit, bench.figures.runs\n"
+        "print(*{m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    loaded = [Path(name) for name in done.stdout.split()]
+    ours = [p for p in loaded if p.is_relative_to(ROOT) and ".venv" not in p.parts]
+    covered = {path for pattern in CODE for path in ROOT.glob(pattern)}
+    tools = {ROOT / "bench" / name for name in ("origin.py", "progress.py", "figures/store.py")}
+    assert len(ours) > 40
+    assert {p for p in ours if p.read_text().strip()} - covered - tools - _docstrings() == set()
+    assert ROOT / "shared" / "nnls.py" in covered
+    assert ROOT / "bench" / "sim.py" in covered
+
+
+def _docstrings() -> set[Path]:
+    """Packages' own files that say what the package is and do nothing."""
+    found = ROOT.glob("**/__init__.py")
+    return {
+        p for p in found if p.read_text().strip().endswith('"""') and "import" not in p.read_text()
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["services/coordinator/shapes.py", "shared/slo.py", "sim/world.py", "config/curves/a.yaml"],
+)
+def test_a_change_of_code_or_profiles_makes_results_anew(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(parents=True)
+    file.write_text("one")
+    before = digest_of_code(tmp_path)
+    file.write_text("another")
+    assert digest_of_code(tmp_path) != before
+    file.write_text("one")
+    assert digest_of_code(tmp_path) == before
+
+
+def test_a_result_is_made_anew_when_a_file_that_it_names_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    policy, trace = tmp_path / "own_policy_of_a_test.py", tmp_path / "t.csv"
+    shutil.copy(ROOT / "examples" / "shortest_first.py", policy)
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:01,{},5\n"
+    trace.write_text(rows.format(10))
+    one = Scenario(
+        policy="own_policy_of_a_test:ShortestFirst",
+        replicas=1,
+        workload=Workload(traces=(("t", trace),)),
+    )
+    kept = tmp_path / "kept"
+    store = Store(kept, None, _say)
+    assert store.run(one) == store.run(one)
+    trace.write_text(rows.format(11))
+    assert store.run(one)["total_input_tokens"] == 11
+    policy.write_text(policy.read_text() + "\n# changed\n")
+    store.run(one)
+    assert len(list(kept.glob("*.json"))) == 3
+
+
+def test_progress_counts_what_is_left_and_how_long_it_takes(tmp_path: Path) -> None:
+    said: list[str] = []
+    few, many = (Scenario(replicas=1, workload=Workload(rate=5.0, limit=n)) for n in (10, 20))
+    Store(tmp_path, None, said.append).run(few)
+    store = Store(tmp_path, None, said.append)
+    store.expect([few, many, few])
+    assert said == ["simulations: 1 of 2, nothing timed yet"]
+    store.run(few)
+    store.run(many)
+    assert said[1:] == ["simulations: 2 of 2"]
+
+
+def test_everything_of_the_evaluation_is_expected(tmp_path: Path) -> None:
+    """What is simulated without having been counted would make the time that is left too short."""
+    plan, unit = runs.Plan(), 0.5
+    parts = (runs.served, runs.pairs, runs.by_policy, runs.split, runs.ablations)
+    cases = [case for part in parts for case in part(plan, unit)]
+    assert {str(c.scenario.saved()) for c in cases} == {
+        str(s.saved()) for s in runs.every(plan, unit)
+    }
+    assert len({c.name for c in runs.pairs(plan, unit)}) == 8
+
+
+def test_pairs_go_down_to_the_smallest_micro_batch() -> None:
+    assert {(1, 32), (1, 64)} <= set(runs.PAIRS)
+    found = {case.name: case.scenario.federated for case in runs.pairs(runs.Plan(), 0.5)}
+    assert found["(1, 64)"] is not None
+    assert found["(1, 64)"].fixed == (1, 64)
+    assert found["coordinator"] is not None
+    assert found["coordinator"].fixed is None
+
+
+def test_policies_are_chosen_and_added(chosen: None) -> None:
+    own = "examples.shortest_first:ShortestFirst"
+    every = runs.policies()
+    runs.choose(["dlora", own])
+    assert runs.policies() == ["collm", "dlora", "round_robin", own]
+    assert own in {case.name for case in runs.by_policy(runs.Plan(), 0.5)}
+    runs.choose(["all", own])
+    assert runs.policies() == [*every, own]
+    with pytest.raises(UnknownPolicy, match="no dispatch policy 'fastest'"):
+        runs.choose(["fastest"])
+    runs.choose([])
+    assert runs.policies() == every
+
+
+def test_the_line_across_the_served_curves_is_called_what_it_is() -> None:
+    served = {"round_robin": [[1.0, 1.0, 1.0]], "collm": [[9.0, 3.0], [0.0, 1.0]]}
+    assert figures.fullest(served) == {
+        "round_robin": [1.0, 1.0, 1.0],
+        "collm": [9.0, 3.0],
+        "mean of collm": [6.0, 6.0, 6.0],
+    }
+
+
+def test_what_is_published_is_not_written_over_unless_it_is_asked_for() -> None:
+    o = figures.options([])
+    assert (ROOT / "docs") not in (o.out, *o.out.parents)
+    assert o.out == ROOT / "data" / "figures"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--data", "nowhere"], "github.com/Azure/AzurePublicDataset"),
+        (["--trace", "code=code.csv"], "code and conv"),
+        (["--policies", "fastest"], "no dispatch policy 'fastest'"),
+    ],
+)
+def test_bad_arguments_of_the_figures_are_told_before_hours_are_spent(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str], chosen: None
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        figures.options(arguments)
+    assert left.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_small_evaluation_says_where_it_comes_from_and_what_each_part_found(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    arguments = ("--hours", "0.01", "--cost-requests", "0", "--policies", "round_robin")
+    folders = ("--out", str(out), "--store", str(tmp_path / "kept"))
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.figures", *arguments, *folders],
+        cwd=ROOT, capture_output=True, text=True, timeout=550,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "26 of 26" in done.stderr
+    assert " left\n" in done.stderr
+    found = json.loads((out / "results.json").read_text())
+    assert "bench.figures --hours 0.01 --cost-requests 0" in found["command"]
+    assert "Python 3" in found["machine"]
+    assert found["plan"]["policies"] == ["collm", "round_robin"]
+    assert found["seeds"]["rows"] == found["seeds"]["pairs"] == found["seeds"]["ablations"] == [0]
+    assert {"coordinator", "(1, 32)", "(1, 64)"} <= found["pairs"].keys()
+    assert found["pairs"]["(1, 32)"]["training"]["rounds"] >= 0
+    assert len(found["split"]) == 4
+    assert found["ablations"]["no yielding"]["q_goodput"] > 0
+    assert found["above_one"].keys() >= {"sharing", "no training"}
+    assert all(row["measured"]["date"] for row in found["rows"])
+    assert found["command"] in (out / "README.md").read_text()
+    assert (out / "served.png").exists()
 
 
 def _result(policy: str, seed: int, goodput: float) -> dict[str, Any]:

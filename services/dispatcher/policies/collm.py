@@ -169,11 +169,13 @@ class Collm:
         self._placement.epsilon = max(self._epsilon, self._path.seconds(now))
         self.macro.expired(queues.expire(now))
         queues.compact()
-        if self._shed and queues.late_count and self.lengths.known:
+        # While lengths are a guess, hopeless requests are served after all others, not refused.
+        refuses = self._shed and self.lengths.known
+        if refuses and queues.late_count:
             actions += self._refuse(now)
         if self._placement.open(now):
             self._plan.renew(now)
-            actions += self._placement.serve(now, self._plan.price, late=not self._shed)
+            actions += self._placement.serve(now, self._plan.price, late=not refuses)
         if queues.waiting:
             actions += self.macro.promote(self, now)
         return actions

@@ -19,12 +19,12 @@ from services.replica.engines.torch.backends import Loaded, load_backend
 from services.replica.engines.torch.grammar import Grammars
 from services.replica.engines.torch.kv import PAGE, PagePool
 from services.replica.engines.torch.lora import AdapterStore, Bounds
-from services.replica.engines.torch.pace import StepPace
 from services.replica.engines.torch.running import Running, check
 from services.replica.engines.torch.sampling import choose, needs_logits
 from services.replica.engines.torch.scheduler import Scheduler, Sequence, Work
 from services.replica.engines.torch.step import Step
 from services.replica.hand_over import Handle
+from services.replica.pace import StepPace
 from services.replica.settings import STEP_SECONDS
 from shared.clock import Now
 from shared.lifetime import Stamp

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from services.replica.engines.torch.kv import PAGE, PagePool
-from services.replica.engines.torch.pace import LEAST_PREFILL
+from services.replica.pace import LEAST_PREFILL
 
 
 @dataclass(eq=False)
