@@ -53,7 +53,7 @@ PARTS = (
     Part("sharing", 90, 15, ("--quick",)),
     Part("federated", 120, 15, tuple(QUICK_FEDERATED.split())),
     Part("overhead", 20, 6, ("--seconds", "20", "--probe", "16")),
-    Part("sim", 30, 5, ("--requests", "50000", "--size-requests", "10000")),
+    Part("sim", 30, 5, tuple("--requests 50000 --sizes 16 1000 --size-requests 10000".split())),
     Part("policies", 240, 8, tuple(QUICK_POLICIES.split()), traces=True),
     Part("pacing", 20, 6, ("--seconds", "30"), traces=True),
 )
