@@ -44,6 +44,7 @@ class Part(NamedTuple):
 
 QUICK_FEDERATED = "--rounds 2 --steps 3 --heldout 6 --system-steps 5 --fit-seconds 1 --fit-b 1,4,16"
 QUICK_FEDERATED += " --fit-B 0,4 --pairs 2/3 --pair-seconds 40"
+QUICK_SIM = "--requests 50000 --sizes 16 1000 --size-requests 10000"
 QUICK_POLICIES = "--clusters emulated16 --traces code --loads 4 --scale-at-4x 2.5 --seconds 30"
 QUICK_POLICIES += " --policies round_robin dlora collm --no-with-shedding"
 PARTS = (
@@ -53,7 +54,7 @@ PARTS = (
     Part("sharing", 90, 15, ("--quick",)),
     Part("federated", 120, 15, tuple(QUICK_FEDERATED.split())),
     Part("overhead", 20, 6, ("--seconds", "20", "--probe", "16")),
-    Part("sim", 30, 5, tuple("--requests 50000 --sizes 16 1000 --size-requests 10000".split())),
+    Part("sim", 30, 5, tuple(QUICK_SIM.split())),
     Part("policies", 240, 8, tuple(QUICK_POLICIES.split()), traces=True),
     Part("pacing", 20, 6, ("--seconds", "30"), traces=True),
 )

@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from bench import measured
 from bench.stack import running
@@ -42,15 +45,33 @@ def validity(o: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     found = []
     for load in o.cpu_loads:
         for policy in o.policies:
-            real, _ = real_run(policy, load, wanted)
+            real, then = real_run(policy, load, wanted)
             entry = {
                 **compared(real, simulated(real, policy, wanted), policy, load),
+                "own_profile": own_speed(real, policy, load, wanted, then),
                 "cluster": f"{o.cpu_replicas} CPU replicas",
                 "void": real["client_behind"],
             }
             print(entry, file=sys.stderr, flush=True)
             found.append(entry)
     return found
+
+
+def own_speed(
+    real: dict[str, Any], policy: str, load: float, o: argparse.Namespace, then: Profile
+) -> dict[str, Any]:
+    """Errors with the speed that the machine had in that very run.
+
+    A shared machine is a third faster or slower from minute to minute; this tells the simulator's
+    own error from that.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = measured.write(then, Path(folder))
+        same = argparse.Namespace(**{**vars(o), "profile": path})
+        entry = compared(real, simulated(real, policy, same), policy, load)
+    return {key: value for key, value in entry.items() if key.endswith("_error")} | {
+        "coefficients": msgspec.to_builtins(then.coefficients)
+    }
 
 
 def real_run(policy: str, load: float, o: argparse.Namespace) -> tuple[dict[str, Any], Profile]:
