@@ -55,7 +55,11 @@ dlora +10.5 %, round_robin +27 %, peft +42 and **+78 %** \
 | +2 to +9 % | within 0.02 | -14 to +1 % |
 | 16 emulated replicas in real time, code (void: step lag) | +22 to +34 % | +0.06 to +0.13 | – |
 | two real CPU replicas, not full | within 1 % | within 0.004 | +2 to +8 %; collm **+21 %** |
-| two real CPU replicas at their limit | **+53 to +107 %** | **+0.12 to +0.24** | -9 to **-36 %** |
+| two real CPU replicas at their limit, after mends \
+(AVX2; one profile, then one of a slower minute) \
+| -0.2 to -14 %, then -5 to **-30 %** \
+| within 0.03, then -0.13 | -8 to **+23 %**, then **+43 %** |
+| the same before them (AVX512) | **+53 to +107 %** | **+0.12 to +0.24** | -9 to **-36 %** |
 
 And real runs in which `collm` is not ahead, or hardly: two real CPU replicas of one thread,
 attainment 0.707 where dlora has 0.760 and least_loaded 0.733 (75 requests, AVX2); code at 4x on 16
