@@ -184,8 +184,10 @@ def test_an_address_that_others_reach_needs_keys_or_a_word(host: str, tmp_path: 
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
-def test_loopback_needs_neither(host: str) -> None:
+def test_loopback_needs_neither_but_for_an_administration_that_others_reach(host: str) -> None:
     check_open(GatewaySettings(host=host))
+    with pytest.raises(UpError, match=r"gateway.admin_host 0\.0\.0\.0"):
+        check_open(GatewaySettings(host=host, admin_port=9000, admin_host="0.0.0.0"))
 
 
 @pytest.mark.parametrize(
