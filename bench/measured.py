@@ -194,9 +194,7 @@ async def of_system(url: str, name: str, wanted: Sequence[str]) -> Profile:
         raise Unlike("no replica is known there; start a system (`collm up`) and let it serve")
     kinds: dict[str, list[str]] = {}
     for record, _ in known:
-        kind = (
-            f"{hardware_of(msgspec.to_builtins(record))}|b_max {record.b_max}|KV {record.kv_total}"
-        )
+        kind = f"{hardware_of(record)}|b_max {record.b_max}|KV {record.kv_total}"
         kinds.setdefault(kind, []).append(record.id)
     if len(kinds) > 1:
         each = "; ".join(f"{', '.join(ids)}: {kind}" for kind, ids in kinds.items())
