@@ -87,8 +87,8 @@ bench-peers-setup: $(STAMP) ## environments of the engines that `bench-engine` c
 bench: $(STAMP) ## every benchmark (hours; ARGS=--quick: about one), one table and one JSON line
 	$(BIN)/python -m bench.all $(ARGS)
 
-figures: $(STAMP) ## the evaluation's figures, into data/figures (ARGS="--out FOLDER" elsewhere)
-	$(BIN)/python -m bench.figures $(ARGS)
+figures: $(STAMP) ## the evaluation's figures and page, into docs/evaluation (ARGS="--out FOLDER" elsewhere)
+	$(BIN)/python -m bench.figures --out docs/evaluation $(ARGS)
 
 chaos: $(STAMP) ## kills, stops and rubbish under load: MINUTES=10
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) $(ARGS)

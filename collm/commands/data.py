@@ -21,6 +21,7 @@ from shared.adapter_files import BadName
 from shared.data_homes import NoHome
 from shared.records import ReplicaRecord
 from shared.redis_client import connect
+from shared.tail import just_before
 
 WAIT = 30.0  # seconds for a replica's answer
 
@@ -110,7 +111,7 @@ async def _add(
     """Home -> samples stored there. Raises NoHome, NotStored, BadName."""
     async with connect(url) as redis:
         homes = [replica] if replica else await _homes(redis, adapter, file, model, shard)
-        since, tickets = await _now(redis), dict[str, str]()
+        since, tickets = await just_before(redis), dict[str, str]()
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).strip(".-") or "data"
         name = f"{name[:80]}-{hashlib.sha256(raw).hexdigest()[:8]}"
         parts = [raw] if len(homes) == 1 else list(data_homes.shards(raw, len(homes)))
@@ -136,7 +137,7 @@ async def _remove(url: str, adapter: str, file: str, replica: str) -> int:
     async with connect(url) as redis:
         records = [r for r in await _read(redis) if adapter in r.data]
         homes = [r.id for r in records if replica in ("", r.id)]
-        since = await _now(redis)
+        since = await just_before(redis)
         tickets = {await data_homes.send_delete(redis, h, adapter, file): h for h in homes}
         found = await _answers(redis, tickets, since)
         return sum(int(f["files"]) for f in found.values())
@@ -155,11 +156,6 @@ async def _answers(redis: Redis, tickets: dict[str, str], since: str) -> dict[st
 
 def _refuse(home: str, why: str) -> NoReturn:
     raise NotStored(f"{home}: {why}")
-
-
-async def _now(redis: Redis) -> str:
-    seconds, micros = await redis.time()
-    return f"{seconds * 1000 + micros // 1000 - 1}-0"
 
 
 async def _records(url: str) -> list[ReplicaRecord]:

@@ -16,11 +16,11 @@ from shared import names
 from shared.control import send_command
 from shared.messages import Drain
 from shared.redis_client import connect
+from shared.replica_state import ANSWERING, State
 
 LOOK_EVERY = 0.2  # seconds
-GONE = frozenset({"stopped", "dead"})
-SERVES = frozenset({"serving", "idle", "combined"})
-STARTED = SERVES | {"starting"}
+GONE = frozenset({State.STOPPED, State.DEAD})
+STARTED = ANSWERING | {State.STARTING}
 TAKE_SECONDS = 30  # within which a `collm up` sees that a replica is wanted again
 
 NameArgument = Annotated[str, typer.Argument(help="Id of the replica")]
@@ -103,11 +103,11 @@ async def _undrain(url: str, replica: str, timeout: float) -> str | None:
                 f"{replica} is {state} and no `collm up` that runs it answers; start it the way "
                 "it was started before"
             )
-        state = await _reached(redis, replica, SERVES, timeout)
-        return None if state in SERVES else f"{replica} is {state} after {timeout:.0f} s"
+        state = await _reached(redis, replica, ANSWERING, timeout)
+        return None if state in ANSWERING else f"{replica} is {state} after {timeout:.0f} s"
 
 
-async def _reached(redis: Redis, replica: str, wanted: frozenset[str], timeout: float) -> str:
+async def _reached(redis: Redis, replica: str, wanted: frozenset[State], timeout: float) -> str:
     """The replica's state when it is one of those ``wanted``, or after ``timeout`` seconds."""
 
     async def reach() -> None:

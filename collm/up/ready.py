@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 import httpx
 
 from collm.where import api_key
+from shared.replica_state import ANSWERING
 
 Tell = Callable[[str], None]
 POLL_SECONDS = 0.1
 TELL_SECONDS = 10.0  # what has not changed is told again after so long
-SERVING = frozenset({"serving", "idle", "combined"})
 
 
 class NotReady(RuntimeError):
@@ -66,7 +66,7 @@ async def _serves(client: httpx.AsyncClient, model: str) -> bool:
         states = (await client.get("/health")).json()["models"][model]["replicas"].values()
     except (httpx.TransportError, ValueError, KeyError):
         return False
-    return not SERVING.isdisjoint(states)
+    return not ANSWERING.isdisjoint(states)
 
 
 def _message(reply: httpx.Response) -> str:

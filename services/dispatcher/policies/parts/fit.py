@@ -26,6 +26,14 @@ NEEDED = 10.0  # reports before anything is said: two for each coefficient
 FEW = 1000.0  # reports; with more, a fit is no longer news
 
 
+def work_of(step: StepSeen) -> tuple[float, float]:
+    """(steps that decoded, steps that took prompts) of a report, as the fit counts them."""
+    prefills = 0.0
+    if step.prefill_tokens:
+        prefills = min(float(step.steps), max(1.0, step.prefill_tokens / CHUNK))
+    return float(min(step.steps, step.decode_tokens)), prefills
+
+
 class StepFit:
     """Fits of all replicas of a model."""
 
@@ -39,14 +47,11 @@ class StepFit:
         """Take in one report; reports of nothing are left out."""
         if step.seconds <= 0 or step.prefill_tokens + step.decode_tokens <= 0:
             return
-        decode_steps = min(step.steps, step.decode_tokens)
-        prefill_steps = 0.0
-        if step.prefill_tokens:
-            prefill_steps = min(float(step.steps), max(1.0, step.prefill_tokens / CHUNK))
+        decode_steps, prefill_steps = work_of(step)
         row = np.array(
             (
                 float(step.decode_tokens),
-                float(decode_steps),
+                decode_steps,
                 float(step.prefill_tokens),
                 prefill_steps,
                 float(step.B * step.steps),

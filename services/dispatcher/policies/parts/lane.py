@@ -15,7 +15,8 @@ import heapq
 import math
 
 from services.dispatcher.policies.base import ReplicaView, StepSeen
-from services.dispatcher.policies.parts.waiting import CHUNK, Waiting
+from services.dispatcher.policies.parts.fit import work_of
+from services.dispatcher.policies.parts.waiting import Waiting
 from shared.latency import LatencyModel
 
 BIAS_SMOOTHING = 0.1
@@ -159,8 +160,7 @@ class Lane:
         A neighbour on its host or a slower clock makes itself felt here seconds before the
         coefficients or an answer's end tell of it.
         """
-        decodes = min(step.steps, step.decode_tokens)
-        prefills = -(-step.prefill_tokens // CHUNK)
+        decodes, prefills = work_of(step)
         expected = self.alpha0 * decodes + self.alpha1 * step.decode_tokens
         expected += self.pi0 * prefills + self.pi1 * step.prefill_tokens
         if expected <= 0 or step.seconds <= 0:
