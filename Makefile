@@ -79,7 +79,7 @@ check: lint types test ## what CI runs
 BENCHES := control engine sharing federated dispatch policies pacing overhead sim
 .PHONY: $(addprefix bench-,$(BENCHES))
 $(addprefix bench-,$(BENCHES)): bench-%: $(STAMP)
-	$(BIN)/python -m bench.$* $(ARGS)
+	$(BIN)/python -m bench.$* $(if $(and $(FULL),$(filter policies figures,$*)),--full) $(ARGS)
 
 bench-peers-setup: $(STAMP) ## environments of the engines that `bench-engine` compares with
 	$(BIN)/python -m bench.peers_setup $(ARGS)
@@ -88,7 +88,7 @@ bench: $(STAMP) ## every benchmark (hours; ARGS=--quick: about one), one table a
 	$(BIN)/python -m bench.all $(ARGS)
 
 figures: $(STAMP) ## the evaluation's figures and page, into docs/evaluation (ARGS="--out FOLDER" elsewhere)
-	$(BIN)/python -m bench.figures --out docs/evaluation $(ARGS)
+	$(BIN)/python -m bench.figures --out docs/evaluation $(if $(FULL),--full) $(ARGS)
 
 chaos: $(STAMP) ## kills, stops and rubbish under load: MINUTES=10
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) $(ARGS)

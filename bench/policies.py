@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,30 +22,14 @@ from typing import Any
 
 import msgspec
 
-from bench import azure, validity
+from bench import azure, origin, validity
+from bench.policies_report import Run, draw, ratios, row, spread
 from bench.progress import Progress
 from bench.stack import StackError, running
 from collm import models
 from sim.replica import Batching
 
 POLICIES = ("round_robin", "least_loaded", "peft", "shepherd", "dlora", "split", "collm")
-KEYS = {
-    "goodput": "active_goodput_tokens_per_s",
-    "goodput_to_the_last_answer": "goodput_tokens_per_s",
-    "q_goodput": "q_goodput",
-    "attainment": "slo_attainment",
-    "ttft_p50_ms": "p50_ttft_ms",
-    "ttft_p99_ms": "p99_ttft_ms",
-    "tpot_p50_ms": "p50_tpot_ms",
-    "tpot_p99_ms": "p99_tpot_ms",
-    "e2e_p50_ms": "p50_e2el_ms",
-    "e2e_p99_ms": "p99_e2el_ms",
-    "completed": "completed",
-    "failed": "failed",
-    "shed": "shed",
-    "client_lag_p99_ms": "client_lag_p99_ms",
-    "step_lag_p99": "step_lag_p99",
-}
 SATURATED = 0.9  # of an idle cluster's attainment
 PROBES_MAX = 8
 
@@ -107,26 +90,13 @@ def cpu_cluster(model: str, replicas: int, limit_ms: float) -> Cluster:
     )
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of the plan."""
-
-    policy: str
-    trace: str
-    load: float
-    seed: int
-    shed: bool
-
-    @property
-    def label(self) -> str:
-        return f"{self.policy}{'+shed' if self.shed else ''}"
-
-
 class Bench:
     """Starts the cluster anew for each run, so that no run inherits from another."""
 
     def __init__(self, options: argparse.Namespace, cluster: Cluster) -> None:
         self._o, self._cluster = options, cluster
         self.emulated = cluster.name.startswith("emulated")
+        self.scored = bool(options.prompts) and not self.emulated
 
     def saturation(self, trace: str) -> float:
         """Rate scale at which round robin saturates: doubling, then two halvings."""
@@ -165,13 +135,27 @@ class Bench:
             command += ["--seed", str(run.seed), "--ignore-eos", "--slo-headers", "--no-progress"]
             command += ["--goodput", *self._cluster.slos[run.trace], *self._cluster.scales]
             command += ["--tokenizer", str(tokenizer(self._o.model))]
+            if self.scored:
+                for path in self._o.prompts:
+                    command += ["--prompts", str(path), "--split", "all"]
             command += ["--save-detailed", "--result-dir", folder, "--result-filename", "run.json"]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             lag = stack.step_lag() if self.emulated else None
             if done.returncode:
                 raise StackError(f"the load generator failed: {done.stderr[-2000:]}")
-            result: dict[str, Any] = json.loads((Path(folder) / "run.json").read_text())
+            saved = Path(folder) / "run.json"
+            if self.scored:
+                self._score(saved, stack.data_dir)
+            result: dict[str, Any] = json.loads(saved.read_text())
         return result | {"step_lag_p99": lag}
+
+    def _score(self, result: Path, data_dir: Path) -> None:
+        """Fill ``q_goodput``: the references' cross-entropy under the versions that answered."""
+        command = [sys.executable, "-m", "collm.cli", "score", str(result), "--json"]
+        command += ["--model", self._o.model, "--data-dir", str(data_dir)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise StackError(f"scoring failed: {done.stderr[-2000:]}")
 
     def errors(self, run: Run, result: dict[str, Any]) -> dict[str, Any] | None:
         """The same requests through the simulator against this run of emulated replicas."""
@@ -200,43 +184,6 @@ def plan(o: argparse.Namespace) -> list[Run]:
     return runs
 
 
-def row(cluster: str, run: Run, result: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "cluster": cluster,
-        "policy": run.label,
-        "trace": run.trace,
-        "load": run.load,
-        "seed": run.seed,
-        **{key: result.get(source) for key, source in KEYS.items()},
-        "void": (result["step_lag_p99"] or 0.0) > validity.VOID_ABOVE,
-    }
-
-
-def ratios(rows: Sequence[dict[str, Any]], key: str = "goodput") -> dict[str, float]:
-    """collm's mean goodput over the best baseline's, for each cluster, trace and load.
-
-    Policies that refuse are compared with each other, those that don't likewise.
-    """
-    out: dict[str, float] = {}
-    cells = {(r["cluster"], r["trace"], r["load"]) for r in rows}
-    for (cluster, trace, load), shed in itertools.product(sorted(cells), ("", "+shed")):
-        mean: dict[str, float] = {}
-        for policy in {r["policy"] for r in rows if r["policy"].endswith("+shed") == bool(shed)}:
-            goods = [
-                r[key]
-                for r in rows
-                if (r["cluster"], r["trace"], r["load"], r["policy"])
-                == (cluster, trace, load, policy)
-            ]
-            if goods:
-                mean[policy] = statistics.mean(goods)
-        own = mean.pop(f"collm{shed}", None)
-        best = max(mean.values(), default=0.0)
-        if own is not None and best > 0:
-            out[f"{cluster}/{trace}@{load:g}{shed}"] = round(own / best, 4)
-    return out
-
-
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -262,6 +209,17 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     p.add_argument("--full", action="store_true", help="loads 1 to 4, five seeds")
     p.add_argument("--model", default="SmolLM2-135M-Instruct", help="of the cpu cluster")
+    p.add_argument(
+        "--prompts",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="JSONL",
+        help="chats with reference answers for the cpu cluster: gives q_goodput",
+    )
+    p.add_argument(
+        "--out", type=Path, default=origin.ROOT / "data" / "bench", help="folder of the figures"
+    )
     p.add_argument("--cpu-replicas", type=int, default=2)
     p.add_argument("--cpu-limit-ms", type=float, default=5000.0)
     o = p.parse_args(arguments)
@@ -302,6 +260,7 @@ def main() -> None:
             {
                 "bench": "policies",
                 "runs": rows,
+                "spread": spread(rows),
                 "best_baseline_ratio": ratios(rows),
                 "best_baseline_ratio_to_the_last_answer": ratios(
                     rows, "goodput_to_the_last_answer"
@@ -310,6 +269,7 @@ def main() -> None:
                 "slos": {name: known[name].slos for name in o.clusters},
                 "seconds": o.seconds,
                 "slow_motion": o.slow,
+                "figures": draw(rows, o.out),
             }
         ),
         flush=True,

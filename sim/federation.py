@@ -50,6 +50,9 @@ class Federation:
         self._arrivals += 1
         self._meter.arrived(job.request, self._world.kernel.now)
 
+    def released(self, job: Job) -> None:
+        self._meter.released(job.request, self._world.kernel.now)
+
     def finished(self, job: Job, replica: str) -> None:
         self._finished[replica] = self._finished.get(replica, 0) + 1
         self._meter.answered(job.request, job.output)

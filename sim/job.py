@@ -10,7 +10,6 @@ class Job:
     """What the workload says of a request, and where it stands. Seconds, tokens."""
 
     __slots__ = (
-        "admitted",
         "attempt",
         "came",
         "finish_at",
@@ -37,13 +36,12 @@ class Job:
         self.attempt = 1
         self.came = 0.0  # what the clock of credit showed when it was queued
         self.held = 0.0  # seconds it was kept back on purpose
-        self.replica = ""
         self.reset()
 
     def reset(self) -> None:
         """Back to the queue: nothing of it is computed."""
+        self.replica = ""
         self.to_prefill = self.request.prompt_tokens
-        self.admitted = False
         self.started = -1.0
         self.first_token = -1.0
         self.finish_at = 0  # decode iteration of its replica at which its last token comes

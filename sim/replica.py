@@ -95,7 +95,7 @@ class Replica:
     # ------------------------------------------------------------ requests
 
     def accept(self, jobs: list[Job], now: float) -> float | None:
-        """Take released requests; the new time of the next turn if that changed."""
+        """Take requests that arrive now; the new time of the next turn if that changed."""
         self.waiting.extend(jobs)
         span = self.span
         if span is None:
@@ -180,6 +180,7 @@ class Replica:
             steps = self.decoding[0][0] - self.iteration
         if self.prefilling:
             chunks, tokens = self._chunks(decoding)
+        if chunks:  # none where decodes alone fill a step
             seconds += self.latency.t_prefill(tokens, B)
             whole = chunks[0][0].to_prefill // tokens  # iterations that are all this prompt's
             steps = 1 if extra or whole < 1 else min(steps, whole) if decoding else whole

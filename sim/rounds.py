@@ -16,8 +16,9 @@ from services.coordinator import search
 from services.coordinator.goodput import Progress, goodput
 from services.coordinator.search import Demand, Member
 from services.launcher.terms import Options
+from shared.quality import after_round
 from shared.replica_state import State
-from sim.events import aggregated, trained
+from sim.events import aggregated, loaded, trained
 from sim.training import ACCUMULATION, Curve, Trainer
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ class Federated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dedicated: int = 0  # the last so many replicas only train (the isolated design)
     publish_at_end: bool = False  # a session's version is served only when it has ended
     solo: bool = False  # every client learns from its own samples only
-    quality_order: bool = True  # False: the dispatcher sees the same quality everywhere
 
 
 class Session:
@@ -75,12 +75,25 @@ class Rounds:
         self.history: list[tuple[float, float]] = [(0.0, curve.cross_entropy(0.0))]
         self._sessions = 0
         self._served_samples = 0.0  # trained on by the version that is served
+        self._looks: dict[str, int] = {}  # replica -> the look at it that counts
+        self._limits = {name: replica.b_limit for name, replica in world.replicas.items()}
         if options.dedicated:
-            self.open(self._dedicated)
+            self._load_copies()
 
     @property
     def _dedicated(self) -> list[str]:
         return list(self._world.replicas)[-self._options.dedicated :]
+
+    def _load_copies(self) -> None:
+        """The isolated design: training has its own copy of the base, loaded for each session."""
+        world = self._world
+        loads = [world.replicas[name].profile.load_seconds for name in self._dedicated]
+        for name in self._dedicated:
+            world.move(name, State.COMBINED)
+        world.kernel.push(world.kernel.now + max(loads), loaded.handle, self)
+
+    def copies_loaded(self) -> None:
+        self.open(self._dedicated)
 
     @property
     def quality(self) -> float:
@@ -142,7 +155,7 @@ class Rounds:
             replica = world.replicas[name]
             trainer = Trainer(replica.latency, B, steps * ACCUMULATION, now, yielding=o.yielding)
             replica.trainer = trainer
-            replica.b_limit = max(1, min(b, replica.profile.b_max))
+            replica.b_limit = max(1, min(b, self._limits[name]))
             world.announce(name)
             self._await(name, session.round)
         world.kernel.push(now + o.round_deadline, aggregated.deadline, (self, session.round))
@@ -187,14 +200,23 @@ class Rounds:
         trainer = self._world.replicas[name].trainer
         if trainer is not None:
             wait = min(max(trainer.remaining(), 0.05), self._options.round_deadline)
+            look = self._looks[name] = self._looks.get(name, 0) + 1
             self._world.kernel.push(
-                self._world.kernel.now + wait, trained.handle, (self, name, number)
+                self._world.kernel.now + wait, trained.handle, (self, name, number, look)
             )
 
-    def client_progress(self, name: str, number: int) -> None:
-        """Is the client done with round ``number``?"""
+    def resumed(self, name: str) -> None:
+        """B = 0 is no longer asked of a client: its round goes on, and is looked at again."""
+        session = self.session
+        if session is not None and name in session.open:
+            self._await(name, session.round)
+
+    def client_progress(self, name: str, number: int, look: int) -> None:
+        """Is the client done with round ``number``? An outdated look says nothing."""
         session, trainer = self.session, self._world.replicas[name].trainer
         if session is None or session.round != number or name not in session.open:
+            return
+        if look != self._looks[name]:
             return
         assert trainer is not None, "a client of an open round trains"
         trainer.accrue(self._world.kernel.now)
@@ -229,9 +251,10 @@ class Rounds:
             if trainer is not None:
                 trainer.accrue(now)
                 worth = self._curve.worth(ACCUMULATION * trainer.B, self._options.noise_scale)
-                trained_on += trainer.done * trainer.B * worth
+                done = min(trainer.done, trainer.target)
+                trained_on += done * trainer.B * worth
                 self._take_active(world.replicas[name].row, trainer)
-                self.micro_steps += trainer.done
+                self.micro_steps += done
         self.samples += trained_on / len(session.clients) if self._options.solo else trained_on
         after = self._curve.cross_entropy(self.samples)
         self.ended += 1
@@ -247,11 +270,9 @@ class Rounds:
     def _judge(self, session: Session, before: float, after: float) -> None:
         """Q of the new version, losses and progress of the clients."""
         world = self._world
-        ratio = min(2.0, max(0.5, before / after))
-        if self._options.quality_order:
-            for name in world.quality:
-                world.quality[name] *= ratio
-                world.announce(name)
+        for name, quality in world.quality.items():  # every replica serves the new version
+            world.quality[name] = after_round(quality, before, after)
+            world.announce(name)
         steps = max(1, self._steps(session))
         for name in session.clients:
             session.losses.setdefault(name, []).append(after)
@@ -277,10 +298,10 @@ class Rounds:
         self.session = None
         self._served_samples = self.samples
         if self._options.dedicated and self._world.more_to_come:
-            self.open(self._dedicated)
+            self._load_copies()
 
     def _release(self, name: str) -> None:
         replica = self._world.replicas[name]
         replica.trainer = None
-        replica.b_limit = replica.profile.b_max
+        replica.b_limit = self._limits[name]
         self._world.move(name, State.SERVING)

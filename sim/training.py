@@ -10,6 +10,7 @@ import msgspec
 from shared.latency import LatencyModel
 
 if TYPE_CHECKING:
+    from sim.job import Job
     from sim.replica import Replica
 
 ACCUMULATION = 8  # micro-steps an optimiser step
@@ -97,12 +98,32 @@ class Trainer:
         return max(0.0, self.target - self.done) * self.latency.t_train(0, self.B)
 
     def _would_miss(self, replica: Replica, decoding: int, now: float) -> bool:
-        with_training = self.latency.t_infer(decoding, self.B)
+        """Whether some running request keeps a limit alone that it would miss beside training."""
+        beside = self.latency.t_infer(decoding, self.B)
         alone = self.latency.t_infer(decoding, 0)
         for finish_at, _, job in replica.decoding:
-            deadline = job.request.deadline
-            if deadline is not None:
-                steps, left = finish_at - replica.iteration, deadline - now
-                if steps * alone <= left < steps * with_training:
-                    return True
+            left = finish_at - replica.iteration
+            room = _room(job, left, now)
+            if left * alone <= room < left * beside:
+                return True
+        ahead = 0.0  # prompts are computed oldest first
+        for job in replica.prefilling:
+            ahead += job.to_prefill
+            due = job.request.ttft_deadline
+            if due is not None and self._between(ahead, due - now):
+                return True
         return False
+
+    def _between(self, tokens: float, room: float) -> bool:
+        """Whether so many prompt tokens are done within ``room`` seconds only without training."""
+        alone = self.latency.t_prefill(tokens, 0)
+        return alone <= room < self.latency.t_prefill(tokens, self.B)
+
+
+def _room(job: Job, left: int, now: float) -> float:
+    """Seconds that the ``left`` tokens of a decoding request may take; inf without a limit."""
+    request = job.request
+    room = math.inf if request.deadline is None else request.deadline - now
+    if request.tpot is not None and job.output > 1:
+        room = min(room, job.first_token + (job.output - 1) * request.tpot - now)
+    return room

@@ -22,7 +22,7 @@ from services.dispatcher.policies.base import (
 )
 from shared.profile import Profile
 from shared.replica_state import DISPATCHABLE, State
-from sim.events import arrival, turn, wake
+from sim.events import arrival, delivery, turn, wake
 from sim.job import Job
 from sim.kernel import Kernel
 from sim.recorder import Recorder
@@ -78,6 +78,7 @@ class World:
         self.base_quality = 1.0  # 1 / cross-entropy of the adapter that is served at the start
         self.more_to_come = True
         self.ended = 0.0  # when the last request ended
+        self.preempted = 0  # requests taken back from replicas
         self._room = max((min(p.context, p.kv_tokens) for p in profiles), default=0)
         self.armed: float | None = None
         self.decisions = 0
@@ -210,8 +211,16 @@ class World:
         for job in jobs:
             job.replica = replica.name
             job.held += clock - job.came
+            if self.federation is not None:
+                self.federation.released(job)
         self._credit.loaded(replica.name, len(jobs), self.kernel.now)
-        end = replica.accept(jobs, self.kernel.now + self.delays.release)
+        sent = [(job, job.attempt) for job in jobs]
+        self.kernel.push(self.kernel.now + self.delays.release, delivery.handle, (replica, sent))
+
+    def deliver(self, replica: Replica, sent: Sequence[tuple[Job, int]]) -> None:
+        """A release reaches its replica; what was taken back on the way is left out."""
+        jobs = [job for job, attempt in sent if job.attempt == attempt]
+        end = replica.accept(jobs, self.kernel.now) if jobs else None
         if end is not None:
             self.schedule_turn(replica, end)
 
@@ -219,16 +228,29 @@ class World:
         self.kernel.push(moment, turn.handle, (replica, replica.generation))
 
     def _preempt(self, action: Preempt) -> None:
-        """Unfinished requests are queued again; what was computed of them is lost."""
-        replica = self.replicas[action.replica]
-        for job in replica.take_back(set(action.requests)):
+        """Unfinished requests are queued again; what was computed of them is lost.
+
+        The policy learns both, as from the services: they have left their replica, and wait anew.
+        """
+        replica, now = self.replicas[action.replica], self.kernel.now
+        there = (self.jobs.get(request) for request in action.requests)
+        taken = [job for job in there if job is not None and job.replica == replica.name]
+        replica.take_back({job.request.id for job in taken})
+        for job in taken:
             job.reset()
             job.attempt += 1
             job.request = msgspec.structs.replace(job.request, attempt=job.attempt)
-            job.came = self._credit.seconds(self.kernel.now)
-            self._credit.loaded(replica.name, -1, self.kernel.now)
-            self.policy.on_arrival(job.request, self.kernel.now)
-        self.arm(self.kernel.now + SHORTEST_WAKE)
+            job.came = self._credit.seconds(now)
+            self._credit.loaded(replica.name, -1, now)
+            self.policy.on_completion(
+                Completion(
+                    id=job.request.id, replica=replica.name, output_tokens=0, reason="cancelled"
+                ),
+                now,
+            )
+            self.policy.on_arrival(job.request, now)
+        self.preempted += len(taken)
+        self.arm(now + SHORTEST_WAKE)
 
     def _suspend(self, action: Suspend) -> None:
         for name in action.replicas:
@@ -236,6 +258,8 @@ class World:
             if trainer is not None:
                 trainer.suspend(action.wanted, self.kernel.now)
                 self.announce(name)
+                if self.federation is not None and not action.wanted:
+                    self.federation.rounds.resumed(name)
 
     # ------------------------------------------------------------ replicas
 

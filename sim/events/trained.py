@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from sim.world import World
 
 
-def handle(world: World, argument: tuple[Rounds, str, int]) -> None:
+def handle(world: World, argument: tuple[Rounds, str, int, int]) -> None:
     """How fast it went depended on what it served; it is looked at again if it is not done."""
-    rounds, client, number = argument
-    rounds.client_progress(client, number)
+    rounds, client, number, look = argument
+    rounds.client_progress(client, number, look)
