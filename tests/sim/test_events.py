@@ -78,13 +78,13 @@ def test_what_shepherd_takes_back_is_served_and_leaves_nothing_behind(tmp_path: 
 def test_what_dlora_moves_is_served_too(tmp_path: Path) -> None:
     """Long answers meet on one replica, short ones on the other, which then is empty."""
     path = tmp_path / "t.csv"
-    lines = [f"2024-05-10 00:00:00.{k:03}000+00:00,10,{(1500, 2)[k % 2]}\n" for k in range(100)]
+    lines = [f"2024-05-10 00:00:00.{k:03}000+00:00,10,{(800, 2)[k % 2]}\n" for k in range(124)]
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(lines))
     work = Workload(traces=(("t", path),))
     world = build(scenario(tmp_path, work, policy="dlora", b_max=64))
     world.run()
     assert world.preempted > 0, "the case moves nothing"
-    assert world.recorder.total.completed == 100
+    assert world.recorder.total.completed == 124
     assert isinstance(world.policy, FirstCome)
     assert [member.load for member in world.policy.fleet.dispatchable()] == [0, 0]
 
