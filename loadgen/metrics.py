@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from shared.quality import MIN_CE
 from shared.slo import Slo
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
-MIN_CE = 0.05  # nats per token; keeps quality finite
 
 
 class Outcome(msgspec.Struct, kw_only=True):

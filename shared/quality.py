@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 STEP_MAX = 2.0
+MIN_CE = 0.05  # nats per token; keeps the quality of an answer, 1 / cross-entropy, finite
 
 
 def after_round(parent: float, before: float | None, after: float | None) -> float:

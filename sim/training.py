@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shared.latency import LatencyModel
+from shared.rounds import ACCUMULATION
 
 if TYPE_CHECKING:
     from sim.job import Job
     from sim.replica import Replica
 
-ACCUMULATION = 8  # micro-steps an optimiser step
+__all__ = ["ACCUMULATION", "Curve", "Trainer"]
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

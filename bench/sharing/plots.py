@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-MIN_CE = 0.05  # nats per token
+from shared.quality import MIN_CE
 
 
 def grid(cells: Sequence[Mapping[str, float]], out: Path) -> None:

@@ -48,20 +48,20 @@ def parse(stream_id: bytes, fields: Mapping[bytes, bytes], queued: float) -> Ent
         generated = int(fields.get(b"generated_tokens") or b"0")
         if not request_id or attempt < 1 or generated < 0:
             raise BadEntry("id, attempt or generated_tokens is out of range")
-        arrival, ttft, tpot = float(fields[b"arrival"]), number(b"ttft_ms"), number(b"tpot_ms")
-        request = Request(
-            id=key_of(request_id, attempt),
-            arrival=arrival,
-            prompt_tokens=int(fields[b"prompt_tokens"]) + generated,
-            max_tokens=int(fields[b"max_tokens"]) - generated,
+        request = _request(
+            request_id,
+            attempt,
+            arrival=float(fields[b"arrival"]),
+            prompt=int(fields[b"prompt_tokens"]),
+            longest=int(fields[b"max_tokens"]),
+            generated=generated,
             adapter=_text(fields, b"adapter"),
             adapter_version=_text(fields, b"adapter_version"),
             tenant=_text(fields, b"tenant") or "",
             priority=int(fields.get(b"priority") or b"0"),
             deadline=number(b"deadline"),
-            ttft_deadline=None if ttft is None else arrival + ttft / 1e3,
-            tpot=None if tpot is None else tpot / 1e3,
-            attempt=attempt,
+            ttft_ms=number(b"ttft_ms"),
+            tpot_ms=number(b"tpot_ms"),
         )
         if request.prompt_tokens < 0 or request.max_tokens < 1:
             raise BadEntry("prompt_tokens or max_tokens is out of range")
@@ -79,6 +79,39 @@ def parse(stream_id: bytes, fields: Mapping[bytes, bytes], queued: float) -> Ent
         raise BadEntry(f"field {e.args[0].decode()!r} is missing") from e
     except ValueError as e:  # UnicodeDecodeError is one
         raise BadEntry(str(e)) from e
+
+
+def _request(
+    request_id: str,
+    attempt: int,
+    *,
+    arrival: float,
+    prompt: int,
+    longest: int,
+    generated: int,
+    adapter: str | None,
+    adapter_version: str | None,
+    tenant: str,
+    priority: int,
+    deadline: float | None,
+    ttft_ms: float | None,
+    tpot_ms: float | None,
+) -> Request:
+    """What a policy sees: tokens that were ``generated`` and delivered already count as prompt."""
+    return Request(
+        id=key_of(request_id, attempt),
+        arrival=arrival,
+        prompt_tokens=prompt + generated,
+        max_tokens=longest - generated,
+        adapter=adapter,
+        adapter_version=adapter_version,
+        tenant=tenant,
+        priority=priority,
+        deadline=deadline,
+        ttft_deadline=None if ttft_ms is None else arrival + ttft_ms / 1e3,
+        tpot=None if tpot_ms is None else tpot_ms / 1e3,
+        attempt=attempt,
+    )
 
 
 class _Numbers:
@@ -103,7 +136,6 @@ def _text(fields: Mapping[bytes, bytes], name: bytes) -> str | None:
 
 def of_generate(generate: Generate, stream_id: bytes, body: bytes, queued: float) -> Entry:
     """The entry of a request that lies in a replica's stream already."""
-    sampling, slo, arrival = generate.sampling, generate.slo, generate.arrival
     return Entry(
         id=generate.id,
         attempt=generate.attempt,
@@ -111,18 +143,19 @@ def of_generate(generate: Generate, stream_id: bytes, body: bytes, queued: float
         stream_id=stream_id,
         body=body,
         queued=queued,
-        request=Request(
-            id=key_of(generate.id, generate.attempt),
-            arrival=arrival,
-            prompt_tokens=len(generate.prompt) + len(generate.generated),
-            max_tokens=sampling.max_tokens - len(generate.generated),
+        request=_request(
+            generate.id,
+            generate.attempt,
+            arrival=generate.arrival,
+            prompt=len(generate.prompt),
+            longest=generate.sampling.max_tokens,
+            generated=len(generate.generated),
             adapter=generate.adapter,
             adapter_version=generate.adapter_version,
             tenant=generate.tenant,
             priority=generate.priority,
             deadline=generate.deadline,
-            ttft_deadline=None if slo.ttft_ms is None else arrival + slo.ttft_ms / 1e3,
-            tpot=None if slo.tpot_ms is None else slo.tpot_ms / 1e3,
-            attempt=generate.attempt,
+            ttft_ms=generate.slo.ttft_ms,
+            tpot_ms=generate.slo.tpot_ms,
         ),
     )

@@ -10,12 +10,11 @@ from services.dispatcher.policies.base import Completion, ReplicaView, Request
 class Member:
     """A replica with what is in flight on it."""
 
-    __slots__ = ("flight", "kv", "view")
+    __slots__ = ("flight", "view")
 
     def __init__(self, view: ReplicaView) -> None:
         self.view = view
         self.flight: dict[str, Request] = {}
-        self.kv = 0  # tokens that the requests in flight may come to hold
 
     @property
     def load(self) -> int:
@@ -83,7 +82,6 @@ class Fleet:
     def assign(self, member: Member, requests: Iterable[Request]) -> None:
         for request in requests:
             member.flight[request.id] = request
-            member.kv += request.prompt_tokens + request.max_tokens
             self._where[request.id] = member
 
     def finish(self, completion: Completion) -> tuple[Member, Request] | None:
@@ -93,7 +91,6 @@ class Fleet:
             return None
         del self._where[completion.id]
         request = member.flight.pop(completion.id)
-        member.kv -= request.prompt_tokens + request.max_tokens
         return member, request
 
     def dispatchable(self) -> list[Member]:
