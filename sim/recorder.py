@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,12 +71,12 @@ class Tally:
 class Recorder:
     """Told of every arrival and end; constant memory whatever the length of the run."""
 
-    def __init__(self, replicas: Sequence[str], tags: Sequence[str] = ()) -> None:
+    def __init__(self, replicas: Sequence[str]) -> None:
         self.total = Tally()
         self.held = self.seconds = 0.0  # of answers in time: kept back on purpose; end to end
         self.above_one = 0  # answers of a quality above 1
         self.active_until = 0.0  # last arrival or answer in time
-        self.tags = {tag: Tally() for tag in tags}
+        self.tags: dict[str, Tally] = {}
         self.series = Series(ROWS)
         rows = [f"r{k}" for k in range(min(len(replicas), MAX_BUSY_ROWS))]
         self.busy = Series(rows)
@@ -84,7 +85,7 @@ class Recorder:
         self.row_of = {
             name: rows[k * len(rows) // len(replicas)] for k, name in enumerate(replicas)
         }
-        self.replicas_per_row = len(replicas) / max(1, len(rows))
+        self.replicas_of = Counter(self.row_of.values())  # row -> how many share it
 
     def _tallies(self, tag: str) -> tuple[Tally, Tally]:
         if tag not in self.tags:
@@ -149,19 +150,35 @@ class Recorder:
             tally.unfinished += 1
 
     def by_time(self) -> dict[str, Any]:
-        """Series for plots; ``bucket_seconds`` is the width of each value."""
-        per_row = self.busy.width * self.replicas_per_row
+        """Series for plots; ``bucket_seconds`` is the width of each value.
+
+        ``utilisation`` is as it was counted: were a replica busy twice at one moment, it would be
+        above 1. ``training`` is told at the launcher's ticks, each in the bucket of its end, and
+        is cut at 1: of two ticks in a bucket one began before.
+        """
+        _align(self.busy, self.served, self.training)
         return {
             "bucket_seconds": self.series.width,
             **{row: self.series.values(row) for row in ROWS if any(self.series.rows[row])},
             "utilisation_bucket_seconds": self.busy.width,
-            "utilisation": [
-                [round(min(1.0, v / per_row), 4) for v in self.busy.values(row)]
-                for row in self.busy.rows
-            ],
+            "utilisation": [self._shares(self.busy, row) for row in self.busy.rows],
             "served": [self.served.values(row) for row in self.served.rows],
             "training": [
-                [round(min(1.0, v / per_row), 4) for v in self.training.values(row)]
+                [min(1.0, share) for share in self._shares(self.training, row)]
                 for row in self.training.rows
             ],
         }
+
+    def _shares(self, series: Series, row: str) -> list[float]:
+        """Seconds in each bucket over the seconds that the row's replicas had."""
+        full = series.width * self.replicas_of[row]
+        return [round(seconds / full, 4) for seconds in series.values(row)]
+
+
+def _align(*all_series: Series) -> None:
+    """The width of the widest for all: a row that ended earlier would have narrower buckets."""
+    ends = [(len(s.values(row)) - 1) * s.width for s in all_series for row in s.rows]
+    last = max((end for end in ends if end >= 0), default=0.0)
+    for series in all_series:
+        for row in series.rows:
+            series.add(row, last, 0.0)
