@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 import statistics
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ import yaml
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from bench import origin
 from services.coordinator.telemetry import Planes, Telemetry, hardware_of
 from shared import names
 from shared.messages import BODY, StepSample, TrainSample, decode
@@ -209,10 +211,35 @@ async def of_system(url: str, name: str, wanted: Sequence[str]) -> Profile:
         record.kv_total,
         [s for s in samples.trained if s.replica in ids],
     )
-    told = {"context": record.context} if record.context else {}
+    told: dict[str, object] = {"context": record.context} if record.context else {}
     if card is not None:
         told["vocabulary"] = card.vocabulary
+    what = where_from([r for r, _ in known], card)
+    told["source"] = f"{made.source}; {what['model']}, {what['replicas']}; {what['machine']}"
+    told["numbers"] = {**what, **made.numbers}
     return msgspec.structs.replace(made, **told)
+
+
+def where_from(replicas: Sequence[ReplicaRecord], card: ModelCard | None) -> dict[str, str]:
+    """What was measured, on what: replicas that are alike."""
+    first = replicas[0]
+    dtype = card.dtype if card is not None and card.dtype else "dtype not told"
+    here = first.host == socket.gethostname()
+    machine = origin.machine() if here else f"host {first.host}, which is not this one"
+    count, threads = _of(len(replicas), "replica"), _of(first.thread_slots, "compute thread")
+    found = {
+        "model": f"{first.model}, {dtype}",
+        "engine": first.engine,
+        "replicas": f"{count} at once, {threads} each",
+        "machine": f"{machine}, on {first.device or 'no device: emulated'}",
+    }
+    if commit := origin.commit():
+        found["commit"] = commit
+    return found
+
+
+def _of(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def main() -> None:

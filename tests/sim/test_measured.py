@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
+from bench import origin
 from collm.redis_server import RedisServer
 from shared import names, profile
 from shared.messages import BODY, Message, StepSample, TrainSample, encode
@@ -34,7 +36,7 @@ async def _replica(redis: Redis, name: str, **fields: object) -> None:
     record = ReplicaRecord(id=name, **{**values, **fields})  # type: ignore[arg-type]
     await redis.sadd(names.REPLICAS, name)
     await redis.hset(names.replica(name), mapping=record.to_hash())
-    card = ModelCard(name="m", path="/m", context=2048, vocabulary=777)
+    card = ModelCard(name="m", path="/m", context=2048, vocabulary=777, dtype="bfloat16")
     await redis.hset(names.model("m"), mapping=card.to_hash())
 
 
@@ -95,6 +97,34 @@ async def test_a_profile_is_fitted_to_what_a_running_system_reports(
     work = Workload(rate=2.0, prompt_tokens=100, output_tokens=20, limit=50)
     found = run(Scenario(profile=str(out), replicas=1, workload=work, policy="least_loaded"))
     assert found["completed"] == 50
+
+
+async def test_the_file_says_what_was_measured_and_on_what(
+    redis: Redis, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    for name in ("r0", "r1"):
+        await _replica(redis, name, host=socket.gethostname(), thread_slots=3, device="cpu")
+        await _served(redis, name)
+    out = tmp_path / "my.yaml"
+    where = ("--redis", redis_server.url, "--out", str(out))
+    status, told = await _measured(*where)
+    assert status == 0, told
+    made = profile.load(str(out))
+    assert made.numbers["model"] == "m, bfloat16"
+    assert made.numbers["engine"] == "torch"
+    assert made.numbers["replicas"] == "2 replicas at once, 3 compute threads each"
+    assert made.numbers["machine"] == f"{origin.machine()}, on cpu"
+    assert made.numbers.get("commit") == origin.commit()
+    assert f"m, bfloat16, 2 replicas at once, 3 compute threads each; {origin.machine()}" in (
+        made.source
+    )
+    assert redis_server.url not in out.read_text()
+    for name in ("r0", "r1"):
+        await _replica(redis, name, host="elsewhere", engine="emulated")
+    assert (await _measured(*where, "--replicas", "r1"))[0] == 0
+    numbers = profile.load(str(out)).numbers
+    assert numbers["machine"] == "host elsewhere, which is not this one, on no device: emulated"
+    assert numbers["replicas"] == "1 replica at once, 1 compute thread each"
 
 
 async def test_what_was_not_seen_is_named_in_the_file(
