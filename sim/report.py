@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import html
+import importlib.util
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,66 @@ NUMBERS = (
 )
 
 
+WHAT_IF_NUMBERS = (
+    ("largest load, times the given one", "largest_scale"),
+    ("requests/s there", "requests_per_s"),
+    ("goodput there, tokens/s", "goodput_tokens_per_s"),
+    ("SLO attainment there", "slo_attainment"),
+    ("SLO attainment unloaded", "unloaded_attainment"),
+    ("attainment to keep, of the unloaded one", "target"),
+    ("utilisation there", "utilisation"),
+)
+WHAT_IF_TRAINING = (
+    ("training, samples/s", "training_samples_per_s"),
+    ("training, share of the replicas' time", "training_compute_share"),
+    ("SLO attainment beside it", "slo_attainment_while_training"),
+)
+
+
 class NoPlots(RuntimeError):
     """matplotlib is not installed."""
+
+
+def need_plots() -> None:
+    """To be asked before a long run whose page has plots. Raises NoPlots."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise NoPlots(
+            "the page of --out has plots, and matplotlib is not installed: "
+            "`pip install matplotlib`, or leave out --out (the result is printed all the same)"
+        )
+
+
+def save_what_if(found: Mapping[str, Any], folder: Path) -> Path:
+    """``what_if.json`` and ``report.html`` in ``folder``; returns the page. Needs no matplotlib."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "what_if.json").write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
+    page = folder / "report.html"
+    page.write_text(render_what_if(found), encoding="utf-8")
+    return page
+
+
+def render_what_if(found: Mapping[str, Any]) -> str:
+    """The page of a what-if: what the cluster carries, what it trains, which loads were tried."""
+    numbers = ((name, found[key]) for name, key in WHAT_IF_NUMBERS)
+    training = (
+        (name, found[key]["at_scale_1"], found[key]["at_largest_scale"])
+        for name, key in WHAT_IF_TRAINING
+    )
+    needed = found["target"] * found["unloaded_attainment"]
+    tried = (
+        (scale, attained, "yes" if attained >= needed else "no")
+        for scale, attained in found["tried"].items()
+    )
+    body = (
+        _table(("", ""), numbers)
+        + "<h2>Beside training</h2>"
+        + _table(("", "at scale 1", "at the largest"), training)
+        + "<h2>Loads tried</h2>"
+        + _table(("scale", "SLO attainment", "kept"), tried)
+        + f"<p>It took {found['took_s']:.1f} s.</p>"
+    )
+    title = f"What {found['policy']} on {found['replicas']} x {found['profile']} carries"
+    return _page(f"{title} (simulated)", body, found["scenario"])
 
 
 def save(result: Mapping[str, Any], folder: Path) -> Path:
@@ -58,38 +117,44 @@ def render(result: Mapping[str, Any]) -> str:
     """The page. Raises NoPlots."""
     title = f"{result['policy']} on {result['replicas']} x {result['profile']} (simulated)"
     columns = {"all": result, **result["tags"]}
-    head = "".join(f"<th>{html.escape(str(c) or 'untagged')}</th>" for c in columns)
-    rows = "".join(
-        f"<tr><td>{name}</td>{''.join(f'<td>{_cell(c.get(key))}</td>' for c in columns.values())}"
-        "</tr>"
-        for name, key in NUMBERS
-    )
+    head = ["", *(tag or "untagged" for tag in columns)]
+    rows = ((name, *(column.get(key) for column in columns.values())) for name, key in NUMBERS)
     plots = "".join(
         f'<h2>{html.escape(name)}</h2><img alt="{html.escape(name)}" src="{_embedded(figure)}">'
         for name, figure in _figures(result).items()
     )
-    scenario = html.escape(orjson.dumps(result["scenario"], option=orjson.OPT_INDENT_2).decode())
+    return _page(title, _table(head, rows) + plots, result["scenario"])
+
+
+def _page(title: str, body: str, scenario: Mapping[str, Any]) -> str:
+    told = html.escape(orjson.dumps(scenario, option=orjson.OPT_INDENT_2).decode())
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style><h1>{html.escape(title)}</h1>"
         "<p>Virtual time: nothing here was measured on the named hardware.</p>"
-        f"<table><tr><th></th>{head}</tr>{rows}</table>{plots}"
-        f"<h2>Scenario</h2><pre>{scenario}</pre></html>\n"
+        f"{body}<h2>Scenario</h2><pre>{told}</pre></html>\n"
     )
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in head)]
+    lines += ["".join(f"<td>{_cell(cell)}</td>" for cell in row) for row in rows]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return "–"
+    if isinstance(value, str):
+        return html.escape(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
 def _figures(result: Mapping[str, Any]) -> dict[str, Figure]:
     """Title -> matplotlib figure."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise NoPlots("plots need matplotlib: pip install 'collm[dev]', or give --no-html") from e
+    need_plots()
+    from matplotlib.figure import Figure
+
     series = result["by_time"]
     width = series["bucket_seconds"]
     found = {"Load and goodput": Figure(figsize=(9, 3), layout="constrained")}

@@ -2,44 +2,73 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import yaml
 
 from services.dispatcher.policies.registry import create
 from shared import profile
+from shared.quality import MIN_CE
 from sim.federation import Federation
 from sim.replica import Batching
-from sim.rounds import MIN_CE, Federated, Rounds
+from sim.rounds import Federated, Rounds
 from sim.training import Curve
-from sim.workload import Workload, jobs
+from sim.workload import Align, Assignment, Count, Seed, Workload, jobs
 from sim.world import Delays, World
 
 CURVES = Path(__file__).resolve().parent.parent / "config" / "curves"
+# Fields that hold one of a few names; any other would silently mean the default.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "workload.trace_align": get_args(Align),
+    "workload.adapter_assignment": get_args(Assignment),
+    "batching.batching": ("continuous", "static"),
+    "batching.lora": ("unmerged", "merged", "dynamic"),
+    "federated.launcher.rule": ("paper", "guarded"),
+}
+# Numbers of other modules' structs that nothing works without.
+ABOVE_0 = (
+    "batching.max_step_tokens",
+    "batching.step_seconds",
+    "federated.B0",
+    "federated.B_max",
+    "federated.local_steps",
+    "federated.max_rounds",
+    "federated.launcher.tick",
+)
+RANGES = {">": "above", ">=": "at least", "<": "below", "<=": "at most"}
 
 
 class ScenarioError(ValueError):
-    """The scenario makes no sense; the message says what to change."""
+    """The scenario makes no sense; the message says what to change.
+
+    Where one value is at fault ``field`` is its path in the scenario, ``wanted`` what it should be.
+    """
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field, self.wanted = field, message
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides the outcome."""
 
     profile: str = "h20-8b"
-    replicas: int = 16
+    replicas: Count = 16
     policy: str = "collm"
     policy_options: dict[str, Any] = {}
     workload: Workload = Workload()
     batching: Batching = Batching()
     delays: Delays = Delays()
-    b_limit: int | None = None
+    b_limit: Count | None = None
     federated: Federated | None = None  # None: nothing trains
     curve: str = "smollm2"
-    seed: int = 0
+    seed: Seed = 0
     learn: bool = False  # the policy fits its latencies from steps, as before a coordinator has any
 
     def saved(self) -> dict[str, Any]:
@@ -54,13 +83,64 @@ def read(path: Path) -> Scenario:
         plain = msgspec.json.decode(path.read_bytes())
         if isinstance(plain, dict):
             plain = plain.get("scenario", plain)
-        return msgspec.convert(plain, Scenario, dec_hook=_path)
+        return _convert(plain)
     except OSError as e:
         raise ScenarioError(f"{path}: cannot be read: {e.strerror}") from e
-    except msgspec.DecodeError as e:  # also what does not fit: ValidationError
+    except (msgspec.DecodeError, ScenarioError) as e:  # also what does not fit: ValidationError
         raise ScenarioError(
             f"{path}: {e}; a scenario.json as `collm simulate --out FOLDER` saves it is expected"
         ) from e
+
+
+def check(scenario: Scenario) -> None:
+    """Whether every value is one that means something. Raises ScenarioError, which names it."""
+    try:
+        _convert(scenario.saved())
+    except msgspec.ValidationError as e:
+        wanted, _, field = str(e).partition(" - at `$.")
+        raise ScenarioError(_in_words(wanted), field.rstrip("`")) from e
+
+
+def _in_words(wanted: str) -> str:
+    """A range of msgspec's as one says it."""
+    found = re.fullmatch(r"Expected `\w+` ([<>]=?) (\S+)", wanted)
+    if found is None:
+        return wanted[:1].lower() + wanted[1:]
+    return f"{RANGES[found[1]]} {float(found[2]):g} expected"
+
+
+def _convert(plain: Any) -> Scenario:
+    """Raises ScenarioError, ValidationError."""
+    for field, names in CHOICES.items():
+        name = _at(plain, field)
+        if isinstance(name, str) and name not in names:
+            raise ScenarioError(f"one of {', '.join(names)} expected, not {name!r}", field)
+    for field, number in _numbers(plain):
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ScenarioError(f"a finite number expected, not {number}", field)
+        if number <= 0 and (field in ABOVE_0 or field.startswith("workload.slos.")):
+            raise ScenarioError(f"above 0 expected, not {number}", field)
+        if number < 0 and field.startswith("delays."):
+            raise ScenarioError(f"at least 0 expected, not {number}", field)
+    return msgspec.convert(plain, Scenario, dec_hook=_path)
+
+
+def _at(plain: Any, field: str) -> Any:
+    for name in field.split("."):
+        plain = plain.get(name) if isinstance(plain, dict) else None
+    return plain
+
+
+def _numbers(plain: Any, field: str = "") -> Iterator[tuple[str, float]]:
+    """Every number with its path."""
+    if isinstance(plain, int | float):
+        yield field, plain
+    elif isinstance(plain, dict):
+        for name, value in plain.items():
+            yield from _numbers(value, f"{field}.{name}" if field else name)
+    elif isinstance(plain, list | tuple):
+        for number, value in enumerate(plain):
+            yield from _numbers(value, f"{field}[{number}]")
 
 
 def _path(kind: type, value: Any) -> Any:
@@ -84,8 +164,7 @@ def load_curve(name: str) -> Curve:
 
 def build(scenario: Scenario) -> World:
     """The cluster at time 0. Raises ScenarioError, ProfileError, TraceError, UnknownPolicy."""
-    if scenario.replicas < 1:
-        raise ScenarioError(f"replicas: at least 1 expected, not {scenario.replicas}")
+    check(scenario)
     work = scenario.workload
     if bool(work.traces) + bool(work.streams) + (work.rate is not None) != 1:
         raise ScenarioError("a workload has one of: traces, streams, a rate")

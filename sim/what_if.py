@@ -7,13 +7,14 @@ any system).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from sim.rounds import Federated
-from sim.scenario import Scenario, ScenarioError, run
+from sim.scenario import Scenario, ScenarioError, check, run
 
 UNLOADED = 0.05  # scale at which requests hardly meet one another
 PRECISION = 1.04  # the answer is right to 4 %
@@ -31,8 +32,13 @@ def answer(
 ) -> dict[str, Any]:
     """Largest sustainable scale and the training throughput beside it and at scale 1.
 
-    Raises ScenarioError when the workload has no SLO or ends at once.
+    ``took_s`` is the seconds that the answer took by the clock. Raises ScenarioError when the
+    workload has no SLO or ends at once, or a value is out of range.
     """
+    started = time.perf_counter()
+    check(scenario)
+    if not 0 < target <= 1:
+        raise ScenarioError(f"above 0 and at most 1 expected, not {target:g}", "target")
     if not any(scenario.workload.slos.values()):
         raise ScenarioError("what is to be sustained? give --slo, e.g. --slo e2e:2s")
     attained: dict[float, dict[str, Any]] = {}
@@ -71,6 +77,7 @@ def answer(
         "training_samples_per_s": {k: v["samples_per_s"] for k, v in training.items()},
         "training_compute_share": {k: v["compute_share"] for k, v in training.items()},
         "tried": {f"{s:.4g}": attained[s]["slo_attainment"] for s in sorted(attained)},
+        "took_s": round(time.perf_counter() - started, 2),
         "scenario": scenario.saved(),
     }
 

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -18,19 +19,27 @@ from services.dispatcher.policies.base import Request
 from shared.slo import Slo
 from sim.job import Job
 
+Align = Literal["clock", "start"]
+Assignment = Literal["zipf", "random", "round-robin"]
+# Ranges hold for what is read from a file; `sim.scenario.check` asks them of every scenario.
+Above0 = Annotated[float, msgspec.Meta(gt=0)]
+From0 = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seed = Annotated[int, msgspec.Meta(ge=0)]
+
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Random requests of one kind: gamma gaps, log-normal lengths (median and sigma of the log)."""
 
     tag: str
-    rate: float
-    burstiness: float = 1.0
-    prompt: float = 512.0
-    prompt_sigma: float = 0.0
-    output: float = 64.0
-    output_sigma: float = 0.0
-    longest_prompt: int = 7500
-    longest_output: int = 2000
+    rate: Above0
+    burstiness: Above0 = 1.0
+    prompt: Above0 = 512.0
+    prompt_sigma: From0 = 0.0
+    output: Above0 = 64.0
+    output_sigma: From0 = 0.0
+    longest_prompt: Count = 7500
+    longest_output: Count = 2000
 
 
 # Stand-ins for the 2023 Azure traces (Splitwise, ISCA 2024): rates and variation of requests a
@@ -61,29 +70,29 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds, tokens. One of ``traces``, ``streams`` and ``rate``."""
 
     traces: tuple[tuple[str, Path], ...] = ()
-    trace_align: str = "clock"
+    trace_align: Align = "clock"
     streams: tuple[Stream, ...] = ()
-    rate: float | None = None
-    burstiness: float = 1.0
-    prompt_tokens: int = 512
-    output_tokens: int = 64
-    rate_scale: float = 1.0
-    prompt_scale: float = 1.0
-    output_scale: float = 1.0
-    max_prompt: int | None = None
-    max_output: int | None = None
-    limit: int | None = None
-    duration: float | None = None
+    rate: Above0 | None = None
+    burstiness: Above0 = 1.0
+    prompt_tokens: Count = 512
+    output_tokens: Count = 64
+    rate_scale: Above0 = 1.0
+    prompt_scale: Above0 = 1.0
+    output_scale: Above0 = 1.0
+    max_prompt: Count | None = None
+    max_output: Count | None = None
+    limit: Count | None = None
+    duration: Above0 | None = None
     repeat: bool = False  # play the traces again and again until ``duration``
-    diurnal: float = 0.0  # amplitude of the daily rhythm, 0 to below 1
-    day: float = 86_400.0
-    seed: int = 0
+    diurnal: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # amplitude of the daily rhythm
+    day: Above0 = 86_400.0
+    seed: Seed = 0
     adapters: tuple[str, ...] = ()
-    adapter_assignment: str = "zipf"
-    zipf_exponent: float = 1.0
+    adapter_assignment: Assignment = "zipf"
+    zipf_exponent: From0 = 1.0
     slos: dict[str, Slo] = {}
     lengths_known: bool = True  # max_tokens is the output's length, as in a forced replay
-    max_tokens: int = 1024  # else this is what clients ask for
+    max_tokens: Count = 1024  # else this is what clients ask for
 
 
 def planned(work: Workload) -> Iterator[Planned]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import orjson
@@ -19,7 +19,7 @@ from sim import report, what_if
 from sim.replica import Batching
 from sim.rounds import Federated
 from sim.scenario import Scenario, ScenarioError, read, run
-from sim.workload import Workload
+from sim.workload import Align, Workload
 from sim.world import World
 
 Option = typer.Option
@@ -34,7 +34,36 @@ BAD_INPUT = (
 POLICY_HELP = f"Dispatch policy: {', '.join(sorted(POLICIES))}, or module:Class of your own"
 STATIC_HELP = "Static batches instead of continuous ones: the paper's PEFT has them (--policy peft)"
 TRAIN_HELP = "Fine-tune when idle; in published comparisons only collm does, the others --no-train"
+ADAPTERS_HELP = "Number of adapters, popularity by Zipf's law"
+TARGET_HELP = "Attainment to sustain, of the unloaded one: above 0, at most 1"
+OUT_HELP = "Folder for report.html and result.json (without --rate-scale: what_if.json)"
 BESIDE_A_FILE = {"file", "out"}  # options that --scenario leaves open
+# What options set, by its path in the scenario. `--scenario` and `--out` set none.
+OPTION_OF = {
+    "profile": "--profile",
+    "replicas": "--replicas",
+    "policy": "--policy",
+    "policy_options": "--policy-options",
+    "batching.batching": "--static",
+    "federated": "--train",
+    "curve": "--curve",
+    "seed": "--seed",
+    "workload.seed": "--seed",
+    "workload.traces": "--trace",
+    "workload.trace_align": "--trace-align",
+    "workload.rate": "--rate",
+    "workload.burstiness": "--burstiness",
+    "workload.slos": "--slo",
+    "workload.rate_scale": "--rate-scale",
+    "workload.limit": "--limit",
+    "workload.duration": "--hours",
+    "workload.repeat": "--hours",
+    "workload.diurnal": "--diurnal",
+    "workload.prompt_scale": "--prompt-scale",
+    "workload.output_scale": "--output-scale",
+    "workload.adapters": "--adapters",
+    "target": "--target",  # of a what-if, no field of the scenario
+}
 WHAT_IF_REQUESTS = 8_000  # requests of each trial of a what-if, unless --limit says otherwise
 
 
@@ -69,35 +98,35 @@ def simulate(
     ] = None,
     limit: Annotated[int | None, Option(help="Requests")] = None,
     hours: Annotated[float | None, Option(help="Hours of arrivals; a trace is repeated")] = None,
-    diurnal: Annotated[float, Option(help="Amplitude of a daily rhythm, 0 to 0.99")] = 0.0,
+    diurnal: Annotated[float, Option(help="Amplitude of a daily rhythm, 0 to below 1")] = 0.0,
     prompt_scale: Annotated[float, Option(help="Multiplies prompt lengths")] = 1.0,
     output_scale: Annotated[float, Option(help="Multiplies output lengths")] = 1.0,
-    adapters: Annotated[int, Option(help="Number of adapters, popularity by Zipf's law")] = 0,
+    adapters: Annotated[int, Option(min=0, help=ADAPTERS_HELP)] = 0,
     static: Annotated[bool, Option(help=STATIC_HELP)] = False,
     train: Annotated[bool, Option("--train/--no-train", help=TRAIN_HELP)] = True,
     curve: Annotated[str, Option(help="Loss curve of the training")] = "smollm2",
-    target: Annotated[float, Option(help="Attainment to sustain, of the unloaded one")] = 0.9,
+    target: Annotated[float, Option(help=TARGET_HELP)] = 0.9,
     seed: Annotated[int, Option()] = 0,
     file: Annotated[
         Path | None,
         Option("--scenario", metavar="FILE", help="scenario.json of a run with --out, run again"),
     ] = None,
-    out: Annotated[Path | None, Option(help="Folder for result.json and report.html")] = None,
+    out: Annotated[Path | None, Option(help=OUT_HELP)] = None,
 ) -> None:
     """Simulate a cluster: one load with --rate-scale, else the largest it sustains."""
     try:
         if file is not None:
             _says_everything(context)
-            _show(_one(read(file)), out)
+            _show(_one(read(file), out), out)
             return
         work = Workload(
             traces=tuple(trace.parse_argument(t) for t in traces or ()),
-            trace_align=_alignment(align),
+            trace_align=cast(Align, align),  # looked at with all others
             rate=rate,
             burstiness=burstiness,
             prompt_scale=prompt_scale,
             output_scale=output_scale,
-            rate_scale=scale or 1.0,
+            rate_scale=1.0 if scale is None else scale,
             limit=limit,
             duration=None if hours is None else hours * 3600,
             repeat=hours is not None and bool(traces),
@@ -117,9 +146,16 @@ def simulate(
             curve=curve,
             seed=seed,
         )
-        _show(_what_if(scenario, target) if scale is None else _one(scenario), out)
+        _show(_what_if(scenario, target) if scale is None else _one(scenario, out), out)
     except BAD_INPUT as e:
-        fail(str(e))
+        fail(_named(e))
+
+
+def _named(error: Exception) -> str:
+    """What is wrong, by the option that was given instead of the scenario's field."""
+    if not isinstance(error, ScenarioError) or error.field not in OPTION_OF:
+        return str(error)
+    return f"{OPTION_OF[error.field]}: {error.wanted}"
 
 
 def _says_everything(context: typer.Context) -> None:
@@ -138,12 +174,6 @@ def _says_everything(context: typer.Context) -> None:
         )
 
 
-def _alignment(name: str) -> str:
-    if name not in ("clock", "start"):
-        raise ScenarioError(f"--trace-align {name!r}: clock or start expected")
-    return name
-
-
 def _options(text: str) -> dict[str, Any]:
     """Of --policy-options. Raises ScenarioError; whether the policy knows them it says itself."""
     try:
@@ -159,10 +189,15 @@ def _options(text: str) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any], out: Path | None) -> None:
-    if out is not None:
-        _save(result, out)
+    """Printed first: what was simulated is not lost where it cannot be saved."""
     shown = {k: v for k, v in result.items() if k not in ("by_time", "scenario")}
-    print(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
+    print(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode(), flush=True)
+    if out is not None:
+        save = report.save_what_if if result.get("what_if") else report.save
+        try:
+            tell(f"saved: {save(result, out)}")
+        except OSError as e:
+            fail(f"--out {out}: cannot be written: {e.strerror}")
 
 
 def _what_if(scenario: Scenario, target: float) -> dict[str, Any]:
@@ -173,7 +208,9 @@ def _what_if(scenario: Scenario, target: float) -> dict[str, Any]:
     return what_if.answer(scenario, target=target, say=tell)
 
 
-def _one(scenario: Scenario) -> dict[str, Any]:
+def _one(scenario: Scenario, out: Path | None) -> dict[str, Any]:
+    if out is not None:
+        report.need_plots()
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as progress:
         work = scenario.workload
@@ -188,12 +225,3 @@ def _one(scenario: Scenario) -> dict[str, Any]:
             )
 
         return run(scenario, watch)
-
-
-def _save(result: dict[str, Any], out: Path) -> None:
-    if result.get("what_if"):
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "what_if.json").write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
-        tell(f"saved: {out / 'what_if.json'}")
-    else:
-        tell(f"saved: {report.save(result, out)}")
