@@ -71,6 +71,22 @@ class Store:
             self._progress.skipped(sizes[path])
         self.say(f"simulations: {self._progress}")
 
+    def missing(self, scenarios: Iterable[Scenario]) -> list[Scenario]:
+        """Those that are not known yet, each once, the longest first."""
+        found = {self._path(_described(s)): s for s in scenarios}
+        new = [s for path, s in found.items() if not path.is_file()]
+        return sorted(new, key=_size, reverse=True)
+
+    @property
+    def late(self) -> bool:
+        """The time given is used up."""
+        return self._until is not None and time.monotonic() > self._until
+
+    def in_time(self) -> None:
+        """Raises OutOfTime when nothing more may be begun."""
+        if self.late:
+            raise OutOfTime
+
     def run(self, scenario: Scenario) -> Result:
         """The scenario's result, simulated unless it is known. Raises OutOfTime."""
         return self.known(_described(scenario), lambda: run(scenario))
@@ -78,23 +94,28 @@ class Store:
     def known(self, what: Any, find: Callable[[], Result]) -> Result:
         """The result of ``find``, which ``what`` (plain JSON) describes. Raises OutOfTime."""
         path = self._path(what)
-        if path.is_file():
-            kept: Result = json.loads(path.read_text(encoding="utf-8"))
-            return kept
-        began = time.monotonic()
-        if self._until is not None and began > self._until:
-            raise OutOfTime
+        if not path.is_file():
+            self.in_time()
+            began = time.monotonic()
+            result = find()
+            self._keep(path, result, time.monotonic() - began)
+        kept: Result = json.loads(path.read_text(encoding="utf-8"))
+        return kept
+
+    def keep(self, scenario: Scenario, result: Result, seconds: float) -> None:
+        """A result that was found elsewhere; ``seconds``: what it took of the time there is."""
+        self._keep(self._path(_described(scenario)), result, seconds)
+
+    def _keep(self, path: Path, result: Result, seconds: float) -> None:
         measured = {"date": origin.date(), "machine": origin.machine()}
-        plain = msgspec.json.encode({**find(), "measured": measured}, enc_hook=str)
+        plain = msgspec.json.encode({**result, "measured": measured}, enc_hook=str)
         unfinished = path.with_suffix(".new")
         unfinished.write_bytes(plain)
         unfinished.replace(path)
         size = self._expected.pop(path, None)
         if size is not None:
-            self._progress.took(time.monotonic() - began, size)
+            self._progress.took(seconds, size)
             self.say(f"simulations: {self._progress}")
-        fresh: Result = json.loads(plain)  # as it will be read the next time
-        return fresh
 
     def _path(self, what: Any) -> Path:
         text = json.dumps([self._code, what], sort_keys=True, default=str)
