@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import azure, origin
-from bench.figures import method, page, plots, record, runs
-from bench.figures.page import Found
+from bench import azure, origin, pacing
+from bench.figures import found as of
+from bench.figures import method, page, parallel, plots, reckoned, record, runs
+from bench.figures.found import Found
 from bench.figures.runs import Plan
 from bench.figures.store import OutOfTime, Store
 from loadgen.trace import TraceError, parse_argument
@@ -29,12 +29,6 @@ COST_REQUESTS = 100_000
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def dispersion(values: Sequence[float]) -> float:
-    """Variance over the squared mean: replicas that serve more are not called burstier for it."""
-    mean = statistics.fmean(values) if values else 0.0
-    return statistics.pvariance(values) / mean**2 if mean else 0.0
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -57,6 +51,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=OUT, help="for page, figures and results.json (%(default)s)")
     add("--store", type=Path, default=OUT / "kept", help="results kept (%(default)s)")
     add("--minutes", type=float, help=f"begin nothing after so long, exit with {NOT_DONE}")
+    add("--jobs", type=int, default=1, help="simulations at once, a core each (%(default)s)")
     add("--cost-requests", type=int, default=COST_REQUESTS, help="0: no cost figure")
     o = p.parse_args(arguments)
     try:
@@ -66,6 +61,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         runs.choose(o.policies)
     except (azure.NoTraces, UnknownPolicy) as e:
         p.error(str(e))
+    if o.jobs < 1:
+        p.error(f"--jobs: at least 1 expected, not {o.jobs}")
     if o.traces and sorted(tag for tag, _ in o.traces) != sorted(azure.TAGS):
         p.error(f"--trace: one CSV each with the tags {' and '.join(azure.TAGS)} is expected")
     return o
@@ -82,7 +79,7 @@ def main() -> None:
     )
     o.out.mkdir(parents=True, exist_ok=True)
     try:
-        found = evaluate(plan, Store(o.store, o.minutes, say), o.cost_requests)
+        found = evaluate(plan, Store(o.store, o.minutes, say), o.cost_requests, o.jobs)
     except OutOfTime:
         say("more is to be simulated: run the same command again")
         sys.exit(NOT_DONE)
@@ -90,19 +87,19 @@ def main() -> None:
         sys.exit(f"bench.figures: {e}")
     draw(found, o.out)
     (o.out / "README.md").write_text(page.write(found) + record.text(made), encoding="utf-8")
-    facts = page.facts(found) | record.facts(found, made)
-    (o.out / "results.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    facts = json.dumps(record.facts(found, made), indent=1)
+    (o.out / "results.json").write_text(facts, encoding="utf-8")
     say(f"written: {o.out / 'README.md'}")
 
 
-def evaluate(plan: Plan, store: Store, cost_requests: int) -> Found:
+def evaluate(plan: Plan, store: Store, cost_requests: int, jobs: int = 1) -> Found:
     """Run everything. Raises OutOfTime."""
     unit = runs.saturation(plan, store) * 1.1 / 4
-    store.expect(runs.every(plan, unit))
-    served = {
-        name: result["by_time"]["served"]
-        for name, result in runs.simulated(runs.served(plan, unit), store).items()
-    }
+    every = runs.every(plan, unit)
+    store.expect(every)
+    parallel.ahead(store, every, jobs)
+    paced = runs.simulated(runs.served(plan, unit), store)
+    served = {name: result["by_time"]["served"] for name, result in paced.items()}
     pairs = runs.simulated(runs.pairs(plan, unit), store)
     return Found(
         plan=plan,
@@ -110,9 +107,11 @@ def evaluate(plan: Plan, store: Store, cost_requests: int) -> Found:
         results=runs.rows(runs.by_policy(plan, unit), store),
         served=served,
         dispersion=_dispersions(served),
+        ideal=reckoned.ideal(plan, paced["round_robin"]),
         pairs=pairs,
-        completion=runs.completion(pairs),
-        split=runs.simulated(runs.split(plan, unit), store),
+        completion=reckoned.completion(pairs),
+        split=runs.by_load(runs.split(plan, unit), store),
+        adapted=runs.by_load(runs.adapted(plan, unit), store),
         ablations=runs.simulated(runs.ablations(plan, unit), store),
         fit=method.fitted(plan, unit, store),
         memory=method.memory(plan),
@@ -121,20 +120,10 @@ def evaluate(plan: Plan, store: Store, cost_requests: int) -> Found:
     )
 
 
-def _dispersions(served: dict[str, list[list[float]]]) -> dict[str, float]:
-    found = {}
-    for policy, replicas in served.items():
-        each = [dispersion(replica) for replica in replicas if any(replica)]
-        found[policy] = statistics.median(each)
-        found[f"{policy}, fullest"] = dispersion(max(replicas, key=sum))
-    return found
-
-
-def fullest(served: dict[str, list[list[float]]]) -> dict[str, list[float]]:
-    """Of each policy what the replica that ended most ended a second, and ours in the mean."""
-    both = {policy: max(replicas, key=sum) for policy, replicas in served.items()}
-    both["mean of collm"] = [statistics.fmean(both["collm"])] * max(map(len, both.values()))
-    return both
+def _dispersions(served: dict[str, list[list[float]]]) -> dict[str, float | None]:
+    """By policy: the median over its replicas, and that of the fullest."""
+    found = {policy: pacing.dispersion(replicas) for policy, replicas in served.items()}
+    return found | {f"{k}, fullest": pacing.fullest(v) for k, v in served.items()}
 
 
 def draw(found: Found, out: Path) -> None:
@@ -154,7 +143,7 @@ def draw(found: Found, out: Path) -> None:
         ("p99_ttft_ms", "p99 TTFT, ms"),
     ):
         points = {
-            n: {x: page.mean_of(found.results, n, x, key) for x in runs.LOADS}
+            n: {x: of.mean_of(found.results, n, x, key) for x in runs.LOADS}
             for n in runs.policies()
         }
         plots.by_load(out / f"{key}.png", points, label)
@@ -168,9 +157,9 @@ def draw(found: Found, out: Path) -> None:
         series["utilisation_bucket_seconds"],
     )
     plots.lines(
-        out / "served.png", fullest(found.served), 1.0, ("seconds", "ended by the fullest a second")
+        out / "served.png", of.fullest(found), 1.0, ("seconds", "ended by the fullest a second")
     )
-    quality = {name: page.quality(r) for name, r in page.learners(found).items()}
+    quality = {name: of.quality(r) for name, r in of.learners(found).items()}
     plots.curves(out / "quality.png", quality, ("minutes", "mean quality of answers"))
     plots.bars(
         out / "ablations.png",

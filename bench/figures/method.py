@@ -12,12 +12,10 @@ from services.dispatcher.policies.base import StepSeen
 from shared import profile
 from sim.rounds import Federated
 from sim.scenario import build
-from sim.training import ACCUMULATION
 
 FIT_SAMPLES = 4000
 MIXED = "alone and beside training, mixed"
 SIZES = (16, 128, 1024, 10_000)
-LORA_RANK = 16
 LORA_PARAMETERS = 42e6  # rank 16 on all linear layers of an 8B Llama: 16 (in + out) a matrix
 BF16, FP32, ADAM = 2, 4, 3  # bytes; bytes; gradient and two moments a parameter
 
@@ -47,7 +45,6 @@ def fitted(plan: Plan, unit: float, store: Store) -> Result:
         return {
             "planes": {k: _plain(v) for k, v in planes.items()},
             "points": [(s.x, s.y, s.seconds) for s in both[:: max(1, len(both) // 600)]],
-            "training_steps": ACCUMULATION,
         }
 
     return store.known(["fit", MIXED, scenario(plan, "collm", unit * 2).saved()], find)

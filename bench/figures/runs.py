@@ -13,7 +13,7 @@ import msgspec
 
 from bench.figures.store import Result, Store
 from services.dispatcher.policies.registry import POLICIES, create
-from shared import profile, slo
+from shared import slo
 from sim.replica import Batching
 from sim.rounds import Federated
 from sim.scenario import Scenario
@@ -25,6 +25,11 @@ STATIC = Batching(batching="static")
 LOADS = (1, 2, 3, 4)
 # (B, b) of every client, down to the smallest micro-batch there is.
 PAIRS = ((16, 4), (8, 8), (4, 16), (8, 16), (2, 32), (1, 32), (1, 64))
+DIVISIONS = (0.25, 0.5, 0.75)  # of the replicas only train in the isolated design
+SPLIT_LOADS = (2, 4)
+ADAPTERS = tuple(f"adapter-{k}" for k in range(16))  # the k-th is asked for 1 / k as often
+ADAPTER_LOADS = (2, 4)
+ADAPTER_SECONDS = 600.0
 SATURATION_REQUESTS = 15_000  # without traces; else all of them once
 SATURATED, UNLOADED, PRECISION, MOST_PROBES = 0.9, 0.05, 1.05, 20
 SERVED_SECONDS = 900.0
@@ -151,7 +156,6 @@ ABLATIONS: dict[str, Federated] = {
     "idle rule without guard": Federated(
         launcher=msgspec.structs.replace(Federated().launcher, rule="paper")
     ),
-    "no quality-aware order": Federated(quality_order=False),
     "solo instead of federated": Federated(solo=True),
     "B = 0 (no training)": Federated(training_off=True),
 }
@@ -168,17 +172,47 @@ def ablations(plan: Plan, unit: float, load: int = 2) -> list[Case]:
     return found
 
 
-def split(plan: Plan, unit: float, load: int = 2) -> list[Case]:
-    """The isolated design at several divisions of the same hardware, and ours."""
-    ours = scenario(plan, "collm", unit * load, SEED, Federated())
-    found = [Case("collm (shared)", ours, load)]
-    for share in (0.25, 0.5, 0.75):
-        dedicated = max(1, round(plan.replicas * share))
-        apart = Federated(dedicated=dedicated, publish_at_end=True)
-        one = scenario(plan, "split", unit * load, SEED, apart)
-        serving = plan.replicas - dedicated
-        one = msgspec.structs.replace(one, policy_options={"serving": serving})
-        found.append(Case(f"split: {serving} serve, {dedicated} train", one, load))
+def split(plan: Plan, unit: float) -> list[Case]:
+    """The isolated design at several divisions of the same hardware, and ours, by load."""
+    found = []
+    for load in SPLIT_LOADS:
+        ours = scenario(plan, "collm", unit * load, SEED, Federated())
+        found.append(Case("collm (shared)", ours, load))
+        for share in DIVISIONS:
+            dedicated = max(1, round(plan.replicas * share))
+            apart = Federated(dedicated=dedicated, publish_at_end=True)
+            one = scenario(plan, "split", unit * load, SEED, apart)
+            serving = plan.replicas - dedicated
+            one = msgspec.structs.replace(one, policy_options={"serving": serving})
+            found.append(Case(f"split: {serving} serve, {dedicated} train", one, load))
+    return found
+
+
+# Name -> policy, batching. dLoRA's replicas merge an adapter where that pays.
+ADAPTED = {
+    "collm": ("collm", Batching()),
+    "dlora": ("dlora", Batching()),
+    "dlora, merging": ("dlora", Batching(lora="dynamic")),
+    "least_loaded": ("least_loaded", Batching()),
+    "round_robin": ("round_robin", Batching()),
+}
+
+
+def adapted(plan: Plan, unit: float) -> list[Case]:
+    """Ten minutes in which each request names one of sixteen adapters and nothing trains."""
+    found = []
+    for load in ADAPTER_LOADS:
+        for name, (policy, batching) in ADAPTED.items():
+            one = scenario(plan, policy, unit * load)
+            work = msgspec.structs.replace(
+                one.workload,
+                duration=min(ADAPTER_SECONDS, 3600 * plan.hours),
+                adapters=ADAPTERS,
+                adapter_assignment="zipf",
+                zipf_exponent=1.0,
+            )
+            one = msgspec.structs.replace(one, workload=work, batching=batching)
+            found.append(Case(name, one, load))
     return found
 
 
@@ -205,13 +239,21 @@ def served(plan: Plan, unit: float, load: int = 2) -> list[Case]:
 def every(plan: Plan, unit: float) -> list[Scenario]:
     """All of the above."""
     cases = [*served(plan, unit), *pairs(plan, unit), *by_policy(plan, unit)]
-    cases += [*split(plan, unit), *ablations(plan, unit)]
+    cases += [*split(plan, unit), *ablations(plan, unit), *adapted(plan, unit)]
     return [case.scenario for case in cases]
 
 
 def simulated(cases: Sequence[Case], store: Store) -> dict[str, Result]:
     """Results by name. Raises OutOfTime."""
     return {case.name: _one(case, store) for case in cases}
+
+
+def by_load(cases: Sequence[Case], store: Store) -> dict[int, dict[str, Result]]:
+    """Results by load, then by name. Raises OutOfTime."""
+    found: dict[int, dict[str, Result]] = {}
+    for case in cases:
+        found.setdefault(case.load, {})[case.name] = _one(case, store)
+    return found
 
 
 def rows(cases: Sequence[Case], store: Store) -> list[Result]:
@@ -229,26 +271,3 @@ def _one(case: Case, store: Store) -> Result:
         + (f", {training['rounds']} rounds" if training else "")
     )
     return result
-
-
-def completion(pairs: dict[str, Result]) -> dict[str, float]:
-    """Time to the cross-entropy that every pair reaches, over the coordinator's time."""
-    histories = {name: r["training"]["cross_entropy"] for name, r in pairs.items()}
-    target = max(history[-1][1] for history in histories.values())
-    times = {
-        name: next(t for t, ce in history if ce <= target) for name, history in histories.items()
-    }
-    own = times["coordinator"]
-    return {name: t / own if own > 0 else 1.0 for name, t in times.items()}
-
-
-def fluid_bound(plan: Plan, result: Result) -> float:
-    """min(offered, what all replicas could carry) in tokens/s; no policy can pass it."""
-    hardware = profile.load(plan.profile)
-    done = max(1, result["completed"])
-    prompt = result["total_input_tokens"] / done
-    output = result["total_output_tokens"] / done
-    model = hardware.coefficients
-    best = max(output * model.rate(b, 0, prompt, output) for b in range(1, hardware.b_max + 1))
-    offered = result["total_output_tokens"] / done * result["offered"] / result["duration"]
-    return float(min(offered, best * plan.replicas))

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bench.figures import __main__ as figures
-from bench.figures import page, runs
+from bench.figures import parallel, runs
 from bench.figures.store import CODE, OutOfTime, Store, digest_of_code
 from services.dispatcher.policies.registry import UnknownPolicy
-from sim.scenario import Scenario
-from sim.workload import Workload
+from sim.replica import Batching
+from sim.rounds import Federated
+from sim.scenario import Scenario, ScenarioError, run
+from sim.workload import Workload, jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,12 +159,50 @@ def test_progress_counts_what_is_left_and_how_long_it_takes(tmp_path: Path) -> N
 def test_everything_of_the_evaluation_is_expected(tmp_path: Path) -> None:
     """What is simulated without having been counted would make the time that is left too short."""
     plan, unit = runs.Plan(), 0.5
-    parts = (runs.served, runs.pairs, runs.by_policy, runs.split, runs.ablations)
+    parts = (runs.served, runs.pairs, runs.by_policy, runs.split, runs.ablations, runs.adapted)
     cases = [case for part in parts for case in part(plan, unit)]
     assert {str(c.scenario.saved()) for c in cases} == {
         str(s.saved()) for s in runs.every(plan, unit)
     }
     assert len({c.name for c in runs.pairs(plan, unit)}) == 8
+
+
+def test_several_jobs_find_what_one_finds_and_count_it(tmp_path: Path) -> None:
+    """All but what is measured: times of the processor, the date."""
+    scenarios = [Scenario(replicas=2, workload=Workload(rate=9.0, limit=n)) for n in (40, 60, 80)]
+    scenarios.append(runs.scenario(runs.Plan(hours=0.005), "collm", 1.0, 0, Federated()))
+    said: list[str] = []
+    one, two = Store(tmp_path / "1", None, _say), Store(tmp_path / "2", None, said.append)
+    two.expect(scenarios)
+    parallel.ahead(two, [*scenarios, scenarios[0]], 2)
+    assert said[-1] == "simulations: 4 of 4"
+    parallel.ahead(one, scenarios, 1)
+    assert not list((tmp_path / "1").iterdir()), "one job: each runs when it is asked for"
+    assert [_unmeasured(two.run(s)) for s in scenarios] == [
+        _unmeasured(one.run(s)) for s in scenarios
+    ]
+    assert said[-1] == "simulations: 4 of 4", "none of them was simulated again"
+
+
+def _unmeasured(result: dict[str, Any]) -> dict[str, Any]:
+    kept = {k: v for k, v in result.items() if k not in ("cpu_seconds", "measured")}
+    shares = {k: v for k, v in result["overhead"].items() if not k.startswith("decision")}
+    return {**kept, "overhead": shares}
+
+
+def test_jobs_begin_nothing_once_the_time_is_used_up(tmp_path: Path) -> None:
+    scenarios = [Scenario(replicas=1, workload=Workload(rate=9.0, limit=n)) for n in (20, 30)]
+    with pytest.raises(OutOfTime):
+        parallel.ahead(Store(tmp_path, -1.0, _say), scenarios, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_simulation_that_fails_ends_the_others_and_is_told(tmp_path: Path) -> None:
+    bad = Scenario(replicas=0, workload=Workload(rate=9.0, limit=20))
+    endless = Scenario(replicas=1, workload=Workload(rate=9.0, duration=1e7))
+    with pytest.raises(ScenarioError, match="at least 1 expected"):
+        parallel.ahead(Store(tmp_path, None, _say), [bad, endless], 2)
+    assert not multiprocessing.active_children()
 
 
 def test_pairs_go_down_to_the_smallest_micro_batch() -> None:
@@ -185,13 +228,31 @@ def test_policies_are_chosen_and_added(chosen: None) -> None:
     assert runs.policies() == every
 
 
-def test_the_line_across_the_served_curves_is_called_what_it_is() -> None:
-    served = {"round_robin": [[1.0, 1.0, 1.0]], "collm": [[9.0, 3.0], [0.0, 1.0]]}
-    assert figures.fullest(served) == {
-        "round_robin": [1.0, 1.0, 1.0],
-        "collm": [9.0, 3.0],
-        "mean of collm": [6.0, 6.0, 6.0],
-    }
+def test_with_adapters_only_one_row_merges_and_all_have_the_same_requests() -> None:
+    plan = runs.Plan(hours=10.0)
+    cases = runs.adapted(plan, 0.5)
+    assert [c.name for c in cases if c.scenario.batching.lora != "unmerged"] == [
+        "dlora, merging"
+    ] * 2
+    merging = next(c.scenario for c in cases if c.name == "dlora, merging")
+    assert merging.batching.lora == "dynamic"
+    assert merging.policy == "dlora"
+    for load in runs.ADAPTER_LOADS:
+        works = [c.scenario.workload for c in cases if c.load == load]
+        assert all(work == works[0] for work in works)
+        assert works[0].duration == 600
+    few = msgspec.structs.replace(works[0], limit=3000)
+    asked = Counter(job.request.adapter for job in jobs(few))
+    assert len(asked) == 16
+    assert 1.5 < asked["adapter-0"] / asked["adapter-1"] < 2.7
+
+
+@pytest.mark.parametrize("lora", ["merged", "dynamic"])
+def test_what_merges_serves_requests_that_name_adapters(lora: str) -> None:
+    case = next(c for c in runs.adapted(runs.Plan(hours=0.002), 1.0) if c.name == "dlora, merging")
+    one = msgspec.structs.replace(case.scenario, batching=Batching(lora=lora))
+    result = run(one)
+    assert result["completed"] == result["offered"] > 10
 
 
 def test_what_is_published_is_not_written_over_unless_it_is_asked_for() -> None:
@@ -206,6 +267,7 @@ def test_what_is_published_is_not_written_over_unless_it_is_asked_for() -> None:
         (["--data", "nowhere"], "github.com/Azure/AzurePublicDataset"),
         (["--trace", "code=code.csv"], "code and conv"),
         (["--policies", "fastest"], "no dispatch policy 'fastest'"),
+        (["--jobs", "0"], "--jobs: at least 1"),
     ],
 )
 def test_bad_arguments_of_the_figures_are_told_before_hours_are_spent(
@@ -223,14 +285,14 @@ def test_a_small_evaluation_says_where_it_comes_from_and_what_each_part_found(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "out"
-    arguments = ("--hours", "0.01", "--cost-requests", "0", "--policies", "round_robin")
+    arguments = "--hours 0.01 --cost-requests 0 --policies round_robin --jobs 2".split()
     folders = ("--out", str(out), "--store", str(tmp_path / "kept"))
     done = subprocess.run(
         [sys.executable, "-m", "bench.figures", *arguments, *folders],
         cwd=ROOT, capture_output=True, text=True, timeout=550,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "26 of 26" in done.stderr
+    assert "38 of 38" in done.stderr
     assert " left\n" in done.stderr
     found = json.loads((out / "results.json").read_text())
     assert "bench.figures --hours 0.01 --cost-requests 0" in found["command"]
@@ -239,87 +301,17 @@ def test_a_small_evaluation_says_where_it_comes_from_and_what_each_part_found(
     assert found["seeds"]["rows"] == found["seeds"]["pairs"] == found["seeds"]["ablations"] == [0]
     assert {"coordinator", "(1, 32)", "(1, 64)"} <= found["pairs"].keys()
     assert found["pairs"]["(1, 32)"]["training"]["rounds"] >= 0
-    assert len(found["split"]) == 4
+    assert found["split"].keys() == found["adapters"].keys() == {"2x", "4x"}
+    assert len(found["split"]["2x"]) == 4
+    assert found["goodput_over_split"]["4x"]["split: 4 serve, 12 train"] > 1
+    assert found["adapters"]["4x"]["dlora, merging"]["tags"]["code"]["offered"] > 0
+    assert found["utilisation_in_a_lull"]["1x"].keys() == {"collm", "round_robin"}
+    assert found["second_copy"]["load_seconds"] == 26.8
+    assert found["ideal"]["level"]["collm"] > 0
     assert found["ablations"]["no yielding"]["q_goodput"] > 0
     assert found["above_one"].keys() >= {"sharing", "no training"}
     assert all(row["measured"]["date"] for row in found["rows"])
-    assert found["command"] in (out / "README.md").read_text()
+    text = (out / "README.md").read_text()
+    assert found["command"] in text
+    assert "+26.8 s" in text
     assert (out / "served.png").exists()
-
-
-def _result(policy: str, seed: int, goodput: float) -> dict[str, Any]:
-    tags = {tag: {"goodput_tokens_per_s": goodput} for tag in ("code", "conv")}
-    return {"policy": policy, "seed": seed, "goodput_tokens_per_s": goodput, "tags": tags}
-
-
-def test_tables_show_mean_and_spread_over_seeds_and_ratios_of_means() -> None:
-    results = [
-        {"load": load, **_result(policy, seed, value + 2 * seed)}
-        for load in runs.LOADS
-        for policy in runs.policies()
-        for seed, value in enumerate((100.0 if policy == "collm" else 50.0,) * 2)
-    ]
-    assert "| collm | 101 ± 1 | 101 ± 1 |" in page.table(results, "goodput_tokens_per_s", ",.0f")
-    assert "| code | dlora | 1.98 | 1.98 | 1.98 | 1.98 | 1.16 |" in page.ratios(results)
-
-
-def test_the_worst_interval_is_the_worst_of_any_seed_and_a_miss_is_called_one() -> None:
-    kept = {"hold_share": 0.01, "decision_share": 0.0, "decision_ms": 0.1}
-    results = [
-        {"policy": "collm", "load": load, "overhead": {**kept, "hold_share_worst": worst}}
-        for load in runs.LOADS
-        for worst in (0.01, 0.02 * load)
-    ]
-    rows = page.overhead(results).splitlines()[2:]
-    worst = [row.split("|")[3].strip() for row in rows]
-    assert worst == ["2.00%", "4.00%", "6.00% **missed**", "8.00% **missed**"]
-
-
-def test_a_ratio_under_one_stands_out() -> None:
-    results = [
-        {"load": load, **_result(policy, 0, 99.0 if policy == "collm" else 100.0)}
-        for load in runs.LOADS
-        for policy in runs.policies()
-    ]
-    assert "| code | dlora | **0.99** | **0.99** | **0.99** | **0.99** | 1.16 |" in page.ratios(
-        results
-    )
-
-
-def _found(curve: str) -> page.Found:
-    """Ours at 1x: a hundred thousand samples, each gone through seven times and a half."""
-    training = {"samples": 100_236.0, "micro_steps": 119_354.0, "quality_at_end": 1.25}
-    return page.Found(
-        plan=runs.Plan(curve=curve),
-        unit=1.0,
-        results=[{"policy": "collm", "load": 1, "training": training}],
-        served={},
-        dispersion={},
-        pairs={},
-        completion={},
-        split={},
-        ablations={},
-        fit={},
-        memory={},
-        cost={},
-        cost_requests=0,
-    )
-
-
-def test_the_page_says_how_far_the_curve_is_carried() -> None:
-    told = " ".join(page.caution(_found("smollm2")).split())
-    assert "up to 1,116 samples, cross-entropy 1.229" in told
-    assert "learns 100,000 samples at 1x and the curve falls to 0.80" in told
-    assert "begins at 11,000 samples, 10 times as many as were seen" in told
-    assert "quality is 0.81, 1.44 times the initial adapter's 0.57" in told
-    assert "gone through at least 7 times" in told
-    assert "assumption, not measured" in page.caution(_found("assumed"))
-
-
-def test_time_to_completion_is_that_to_the_loss_which_all_reach() -> None:
-    histories = {
-        "coordinator": [[0.0, 2.0], [10.0, 1.5], [20.0, 1.2]],
-        "(16, 4)": [[0.0, 2.0], [30.0, 1.4]],
-    }
-    pairs = {k: {"training": {"cross_entropy": v}} for k, v in histories.items()}
-    assert runs.completion(pairs) == {"coordinator": 1.0, "(16, 4)": 1.5}
