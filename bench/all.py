@@ -26,6 +26,7 @@ from bench import azure, child, origin
 
 err = Console(stderr=True)
 Result = dict[str, Any]
+NAMING = ("cluster", "trace", "policy", "load", "seed")  # of an entry of a list
 
 
 class Part(NamedTuple):
@@ -36,6 +37,7 @@ class Part(NamedTuple):
     quick_minutes: float
     quick: tuple[str, ...]  # arguments
     traces: bool = False  # it needs --data FOLDER with the Azure traces
+    longer: bool = False  # it does more with --data, where the run is not quick
 
     @property
     def module(self) -> str:
@@ -54,7 +56,7 @@ PARTS = (
     Part("sharing", 90, 15, ("--quick",)),
     Part("federated", 120, 15, tuple(QUICK_FEDERATED.split())),
     Part("overhead", 20, 6, ("--seconds", "20", "--probe", "16")),
-    Part("sim", 30, 5, tuple(QUICK_SIM.split())),
+    Part("sim", 75, 5, tuple(QUICK_SIM.split()), longer=True),
     Part("policies", 240, 8, tuple(QUICK_POLICIES.split()), traces=True),
     Part("pacing", 20, 6, ("--seconds", "30"), traces=True),
 )
@@ -85,7 +87,7 @@ def _last_line(out: Path) -> Result:
 
 
 def table(results: list[Result]) -> Table:
-    """Benchmark, figure, value; nested figures by dotted name."""
+    """Benchmark, figure, value; nested figures by dotted name, entries of a list by theirs."""
     found = Table("benchmark", "figure", "value", title="Benchmarks")
     for result in results:
         for key, value in _flat(result):
@@ -100,11 +102,21 @@ def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         name = f"{prefix}{key}"
         if isinstance(item, dict):
             rows += _flat(item, f"{name}.")
+        elif isinstance(item, list):
+            entries = [(k, entry) for k, entry in enumerate(item) if isinstance(entry, dict)]
+            for number, entry in entries:
+                told = {k: v for k, v in entry.items() if k not in NAMING}
+                rows += _flat(told, f"{name}({_name(entry, number)}).")
         elif isinstance(item, float):
             rows.append((name, f"{item:.4g}"))
         elif isinstance(item, int | str | bool) or item is None:
             rows.append((name, str(item)))
     return rows
+
+
+def _name(entry: dict[str, Any], number: int) -> str:
+    """What tells an entry of a list from the others; its number if it names nothing."""
+    return ", ".join(str(entry[key]) for key in NAMING if key in entry) or str(number)
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -139,7 +151,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def arguments_of(part: Part, o: argparse.Namespace) -> list[str]:
     """Of one benchmark; what --with gives comes last and wins."""
     found = list(part.quick) if o.quick else []
-    if part.traces:
+    if part.traces or (part.longer and o.data is not None and not o.quick):
         found += ["--data", str(o.data)]
     return found + [e.partition("=")[2] for e in o.extra if e.partition("=")[0] == part.name]
 

@@ -285,8 +285,8 @@ def test_a_small_evaluation_says_where_it_comes_from_and_what_each_part_found(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "out"
-    arguments = "--hours 0.01 --cost-requests 0 --policies round_robin --jobs 2".split()
-    folders = ("--out", str(out), "--store", str(tmp_path / "kept"))
+    arguments = ("--hours", "0.01", "--cost-requests", "0", "--policies", "round_robin")
+    folders = ("--jobs", "2", "--out", str(out), "--store", str(tmp_path / "kept"))
     done = subprocess.run(
         [sys.executable, "-m", "bench.figures", *arguments, *folders],
         cwd=ROOT, capture_output=True, text=True, timeout=550,

@@ -180,6 +180,34 @@ def test_sigterm_ends_the_one_that_runs_and_tells_the_others(modules: Path) -> N
     assert _gone(int(note.read_text()))
 
 
+def test_entries_of_a_list_are_in_the_table_under_what_they_name() -> None:
+    validity = [
+        {"policy": "collm", "load": 0.06, "goodput_error": 0.0123, "real": {"p50": 5}},
+        {"policy": "dlora", "load": 0.06, "goodput_error": None},
+    ]
+    result = {"bench": "sim", "validity": validity, "plain": [{"seconds": 2}], "curve": [1, 2]}
+    columns = [list(column.cells) for column in every.table([result]).columns]
+    assert list(zip(columns[1], columns[2], strict=True)) == [
+        ("validity(collm, 0.06).goodput_error", "0.0123"),
+        ("validity(collm, 0.06).real.p50", "5"),
+        ("validity(dlora, 0.06).goodput_error", "None"),
+        ("plain(0).seconds", "2"),
+    ]
+
+
+def test_the_simulators_validity_is_run_where_there_are_traces_but_not_when_quick(
+    tmp_path: Path,
+) -> None:
+    for tag in azure.TAGS:
+        (tmp_path / f"{tag}.csv").touch()
+    part = next(p for p in every.PARTS if p.name == "sim")
+    data = ["--data", str(tmp_path)]
+    assert every.arguments_of(part, every.options(data)) == data
+    assert every.arguments_of(part, every.options([*data, "--quick"])) == list(part.quick)
+    assert every.arguments_of(part, every.options([])) == []
+    assert not part.traces, "without traces it measures speed"
+
+
 def test_every_benchmark_has_a_target_a_quick_size_and_a_limit() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = makefile.split("BENCHES := ")[1].splitlines()[0].split()
