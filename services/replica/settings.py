@@ -67,8 +67,9 @@ class ReplicaSettings(Settings):
     )
     lora: str = Field(
         "unmerged",
-        pattern="^(unmerged|merged)$",
-        description="merged: one adapter at a time, with the profile's switch time (baseline)",
+        pattern="^(unmerged|merged|dynamic)$",
+        description="merged: one adapter at a time, with the profile's switch time; dynamic: as "
+        "dLoRA's rule decides in each step, who pauses keeps its KV memory (baselines)",
     )
 
     metrics_kept: int = Field(
@@ -122,6 +123,10 @@ class ReplicaSettings(Settings):
             raise ValueError("ids: only the emulated engine runs several replicas in a process")
         if self.b is not None and self.b > self.b_max:
             raise ValueError(f"b ({self.b}) is above b_max ({self.b_max})")
+        if self.lora == "dynamic" and self.batching == "static":
+            raise ValueError(
+                "lora dynamic chooses each step's batch anew: batching static has none"
+            )
         return self
 
     @property

@@ -6,8 +6,8 @@ the forward pass is replaced by a pause of T_prefill + T_infer (shared.latency).
 many replicas run in one process. Everything it produces is marked as emulated.
 
 Baselines: ``static`` batching runs a batch to its end before the next one starts (Transformers +
-PEFT); ``merged`` adapters serve one adapter at a time at the speed of the base and pay a switch
-(dLoRA, OSDI'24).
+PEFT); ``merged`` adapters serve one adapter at a time at the speed of the base and pay a switch;
+``dynamic``: dLoRA's rule (OSDI'24) decides in each iteration what is merged and who runs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from services.replica.engines.alarm import Alarm
 from services.replica.engines.base import EngineStatus, Rejected, StepReport
 from services.replica.engines.emulated_adapters import EmulatedAdapters
 from services.replica.engines.emulated_sequence import Sequence
+from services.replica.engines.emulated_static import StaticBatch
 from services.replica.lag import LagMeter
 from shared.clock import Now
 from shared.latency import LatencyModel
@@ -40,7 +41,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     time_scale: float = 1.0  # emulated seconds in a real second
     seed: int = 0
     batching: str = "continuous"
-    lora: str = "unmerged"
+    lora: str = "unmerged"  # or "merged", "dynamic": see the module
     max_step_tokens: int = 512
 
 
@@ -70,13 +71,11 @@ class EmulatedEngine:
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}
         self._cancelled: list[Sequence] = []
-        self._adapters = EmulatedAdapters(profile, merged=options.lora == "merged")
+        self._adapters = EmulatedAdapters(profile, options.lora)
+        self._came = 0  # requests so far
         self._random = random.Random(options.seed)
         self._due = 0.0
-        # Static batching: size of the running batch, and what its members are to be told.
-        self._batch = 0
-        self._held: list[tuple[str, Output]] = []
-        self._held_finished: list[Finished] = []
+        self._static = StaticBatch() if options.batching == "static" else None
 
     # ------------------------------------------------------------ requests
 
@@ -106,7 +105,8 @@ class EmulatedEngine:
         # What an earlier attempt delivered may be all there is: then one more token ends it.
         length = min(max(length, len(request.generated) + 1), request.sampling.max_tokens)
         key = emulated_text.start(request, self._options.seed)
-        self._waiting.append(Sequence(request, length, key, version))
+        self._came += 1
+        self._waiting.append(Sequence(request, length, key, version, self._came))
 
     def cancel(self, request_id: str) -> bool:
         sequence = self._running.pop(request_id, None)
@@ -134,14 +134,14 @@ class EmulatedEngine:
     # ------------------------------------------------------------ one iteration
 
     async def step(self) -> StepReport:
-        started = self._admit()
-        decoding = [s for s in self._running.values() if not s.to_prefill]
-        chunks = self._chunks(len(decoding))
-        seconds = self._seconds(len(decoding), sum(n for _, n in chunks), started)
+        batch, fetching = self._choose() if self._options.lora == "dynamic" else self._admit()
+        decoding = [s for s in batch if not s.to_prefill]
+        chunks = self._chunks(batch, len(decoding))
+        seconds = self._seconds(len(decoding), sum(n for _, n in chunks)) + fetching
         await self._pass(seconds)
         now = self._now()
         outputs: list[tuple[str, Output]] = []
-        finished = [self._finished(s, "cancelled") for s in self._cancelled]
+        finished = [s.finished("cancelled") for s in self._cancelled]
         self._cancelled.clear()
         first = []
         for sequence, tokens in chunks:
@@ -151,8 +151,9 @@ class EmulatedEngine:
                 first.append(sequence)
         for sequence in (*decoding, *first):
             self._emit(sequence, now, outputs, finished)
-        if self._options.batching == "static":
-            outputs, finished = self._hold(outputs, finished, now)
+        if self._static is not None:
+            ended = not self._running
+            outputs, finished = self._static.hold(outputs, finished, now, ended=ended)
         return StepReport(
             outputs=tuple(outputs),
             finished=tuple(finished),
@@ -162,39 +163,44 @@ class EmulatedEngine:
             decode_tokens=len(decoding),
         )
 
-    def _hold(
-        self, outputs: list[tuple[str, Output]], finished: list[Finished], now: float
-    ) -> tuple[list[tuple[str, Output]], list[Finished]]:
-        """A static batch answers when its last member is done, all at once."""
-        self._held.extend(outputs)
-        self._held_finished.extend(f for f in finished if f.reason != "cancelled")
-        if self._running:
-            return [], [f for f in finished if f.reason == "cancelled"]
-        for _, output in self._held:
-            if output.finish is not None:
-                output.stamps.update({Stamp.FIRST_TOKEN: now, Stamp.FINISHED: now})
-        gone = [f for f in finished if f.reason == "cancelled"]
-        outputs, finished = self._held, [*self._held_finished, *gone]
-        self._held, self._held_finished, self._batch = [], [], 0
-        return outputs, finished
-
-    def _admit(self) -> list[Sequence]:
-        """Move waiting requests into the running set, in order, while limits allow."""
-        if self._options.batching == "static" and self._running:
-            return []
+    def _admit(self) -> tuple[list[Sequence], float]:
+        """Let waiting requests in, in order, while limits allow: all that run, and the seconds
+        that the new ones' adapters take."""
+        if self._static is not None and self._running:
+            return list(self._running.values()), 0.0
         started = []
-        now = self._now()
         while self._waiting and len(self._running) < self._b:
             sequence = self._next_waiting()
             if sequence is None or self._kv_used + sequence.reserved > self._kv_total:
                 break
-            self._waiting.remove(sequence)
-            self._kv_used += sequence.reserved
-            sequence.stamps[Stamp.STARTED] = now
-            self._running[sequence.request.id] = sequence
+            self._start(sequence)
             started.append(sequence)
-        self._batch += len(started)
-        return started
+        if self._static is not None:
+            self._static.rows += len(started)
+        return list(self._running.values()), self._adapters.seconds(started)
+
+    def _choose(self) -> tuple[list[Sequence], float]:
+        """Who runs in this iteration, of all that have begun or have memory to begin; the others
+        pause and keep their memory. And the seconds that adapters take."""
+        queue, free = list(self._running.values()), self._kv_total - self._kv_used
+        for sequence in self._waiting:
+            free -= sequence.reserved
+            if free < 0:
+                break
+            queue.append(sequence)
+        if not queue:
+            return [], 0.0
+        batch, seconds = self._adapters.choose(sorted(queue, key=lambda s: s.order), self._b)
+        for sequence in batch:
+            if sequence.request.id not in self._running:
+                self._start(sequence)
+        return batch, seconds
+
+    def _start(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self._kv_used += sequence.reserved
+        sequence.stamps[Stamp.STARTED] = self._now()
+        self._running[sequence.request.id] = sequence
 
     def _next_waiting(self) -> Sequence | None:
         """The oldest; with merged adapters the oldest that the merged adapter can serve."""
@@ -203,35 +209,33 @@ class EmulatedEngine:
         adapter = next(iter(self._running.values())).request.adapter
         return next((s for s in self._waiting if s.request.adapter == adapter), None)
 
-    def _chunks(self, decoding: int) -> list[tuple[Sequence, int]]:
+    def _chunks(self, batch: list[Sequence], decoding: int) -> list[tuple[Sequence, int]]:
         """Prompt tokens to prefill in this iteration, oldest first, within the step's budget."""
         room = self._options.max_step_tokens - decoding
-        if self._options.batching == "static":
+        if self._static is not None:
             room = self._kv_total
         chunks = []
-        for sequence in self._running.values():
+        for sequence in batch:
             if sequence.to_prefill and room > 0:
                 tokens = min(sequence.to_prefill, room)
                 room -= tokens
                 chunks.append((sequence, tokens))
         return chunks
 
-    def _seconds(self, decoding: int, prefill: int, started: list[Sequence]) -> float:
-        """Emulated duration of the iteration."""
+    def _seconds(self, decoding: int, prefill: int) -> float:
+        """Emulated duration of the iteration, with its adapters there."""
         model: LatencyModel = self._profile.coefficients
         B = self._beside()
         seconds = 0.0
         if decoding:
             # A padded batch computes its finished rows to the end.
-            rows = self._batch if self._options.batching == "static" else decoding
-            seconds += model.t_infer(rows, B)
-            if self._options.lora == "merged":
-                seconds /= self._profile.merged_speedup
+            rows = decoding if self._static is None else self._static.rows
+            seconds += model.t_infer(rows, B) / self._adapters.speedup
         if prefill:
             seconds += model.t_prefill(prefill, B)
         if self._profile.jitter and seconds:
             seconds *= self._random.lognormvariate(0.0, self._profile.jitter)
-        return seconds + sum(self._adapters.seconds(s.request.adapter, s.version) for s in started)
+        return seconds
 
     async def _pass(self, seconds: float) -> None:
         """Let the time go by. Consecutive steps keep an absolute schedule, so lag never adds up."""
@@ -254,36 +258,13 @@ class EmulatedEngine:
         finished: list[Finished],
     ) -> None:
         """One more token of a sequence; its last one frees its memory."""
-        request = sequence.request
-        token = self._words[(sequence.key + sequence.delivered) % len(self._words)]
-        offset = sequence.delivered
-        sequence.delivered += 1
-        reason = None
-        if sequence.delivered >= sequence.length:
-            reason = "length" if sequence.delivered >= request.sampling.max_tokens else "stop"
+        output = sequence.deliver(self._words)
+        if output.finish is not None:
             sequence.stamps[Stamp.FINISHED] = now
-            del self._running[request.id]
+            del self._running[output.id]
             self._kv_used -= sequence.reserved
-            finished.append(self._finished(sequence, reason))
-        output = Output(
-            id=request.id,
-            attempt=request.attempt,
-            offset=offset,
-            tokens=(token,),
-            finish=reason,
-            adapter_version=sequence.version,
-            stamps=sequence.stamps if reason else {},
-        )
-        outputs.append((request.gateway, output))
-
-    @staticmethod
-    def _finished(sequence: Sequence, reason: str) -> Finished:
-        request, stamps = sequence.request, sequence.stamps
-        return Finished(
-            *(request.id, request.attempt, len(request.prompt), sequence.delivered, reason),
-            started=stamps.get(Stamp.STARTED, 0.0),
-            first_token=stamps.get(Stamp.FIRST_TOKEN, 0.0),
-        )
+            finished.append(sequence.finished(output.finish))
+        outputs.append((sequence.request.gateway, output))
 
     # ------------------------------------------------------------ adapters
 
