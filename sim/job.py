@@ -16,6 +16,7 @@ class Job:
         "first_token",
         "held",
         "kv",
+        "order",
         "output",
         "received",
         "replica",
@@ -45,3 +46,4 @@ class Job:
         self.started = -1.0
         self.first_token = -1.0
         self.finish_at = 0  # decode iteration of its replica at which its last token comes
+        self.order = -1  # among all that its replica got, where that counts (sim.dynamic)

@@ -18,6 +18,7 @@ import msgspec
 
 from services.replica.pace import beside_decodes
 from shared.profile import Profile
+from sim.dynamic import Dynamic
 from sim.job import Job
 from sim.training import Trainer
 
@@ -26,11 +27,20 @@ class Batching(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How a replica forms batches, as ``services.replica.engines.emulated`` does."""
 
     batching: str = "continuous"  # or "static": a batch runs to its end
-    lora: str = "unmerged"  # or "merged": one adapter at a time, at the base's speed
+    # "merged": one adapter at a time, at the base's speed; "dynamic": as dLoRA decides
+    lora: str = "unmerged"
     max_step_tokens: int = 512
     jitter: bool = True
     # Longest step with prompts beside decodes, as the torch engine keeps it; None: no such limit.
     step_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.lora not in ("unmerged", "merged", "dynamic"):
+            raise ValueError(f"lora: unmerged, merged or dynamic expected, not {self.lora!r}")
+        if self.lora == "dynamic" and self.batching == "static":
+            raise ValueError(
+                "lora dynamic chooses each step's batch anew: static batches have none"
+            )
 
 
 class Span:
@@ -83,6 +93,7 @@ class Replica:
         self._slots: OrderedDict[str, None] = OrderedDict()
         self._merged: str | None = None
         self._adapter_now: str | None = None
+        self._dynamic = Dynamic(profile) if batching.lora == "dynamic" else None
 
     @property
     def running(self) -> int:
@@ -119,6 +130,8 @@ class Replica:
         running += [j for _, _, j in self.decoding if j.request.id in ids]
         self.decoding = [entry for entry in self.decoding if entry[2].request.id not in ids]
         heapq.heapify(self.decoding)
+        if self._dynamic is not None:
+            running += self._dynamic.take_back(ids)
         for job in running:
             self.kv_used -= job.kv
         if self.span is not None:
@@ -134,6 +147,8 @@ class Replica:
             return []
         self.span = None
         self.iteration += span.steps
+        if self._dynamic is not None:
+            self._dynamic.repeated(span.steps - 1)
         self.busy += now - span.start
         finished: list[Job] = []
         for job, tokens in span.chunks:
@@ -166,7 +181,7 @@ class Replica:
 
     def plan(self, now: float) -> float | None:
         """Start the next span; the time at which it ends, None when there is no work."""
-        extra = self._admit(now) if self.waiting else 0.0
+        extra = self._next_batch(now)
         decoding = len(self.decoding)
         if not decoding and not self.prefilling:
             if self.trainer is not None:
@@ -184,6 +199,8 @@ class Replica:
             seconds += self.latency.t_prefill(tokens, B)
             whole = chunks[0][0].to_prefill // tokens  # iterations that are all this prompt's
             steps = 1 if extra or whole < 1 else min(steps, whole) if decoding else whole
+        if self._dynamic is not None and (extra or chunks or not self._dynamic.steady):
+            steps = 1
         if self._cv:
             seconds *= self._noise(steps)
         self.span = Span(now, steps, seconds, decoding, chunks, B)
@@ -192,7 +209,8 @@ class Replica:
     def _decode_seconds(self, decoding: int, B: int) -> float:
         # A padded batch computes its finished rows to the end.
         seconds = self.latency.t_infer(self._batch if self._static else decoding, B)
-        return seconds / self.profile.merged_speedup if self.batching.lora == "merged" else seconds
+        merged = self.batching.lora == "merged" if self._dynamic is None else self._dynamic.merged
+        return seconds / self.profile.merged_speedup if merged else seconds
 
     def _noise(self, steps: int) -> float:
         """Mean of ``steps`` log-normal factors, by its first two moments."""
@@ -229,13 +247,21 @@ class Replica:
             return False
         job = self.waiting[0]
         fits = self.kv_used + job.kv <= self.profile.kv_tokens
-        return fits and self.running < self.b_limit and self._joins(job)
+        free = self._dynamic is not None or self.running < self.b_limit  # dynamic: decided anew
+        return fits and free and self._joins(job)
 
     def _joins(self, job: Job) -> bool:
         """With merged adapters only requests of the adapter that runs now."""
         if self.batching.lora != "merged" or not self.running:
             return True
         return job.request.adapter == self._adapter_now
+
+    def _next_batch(self, now: float) -> float:
+        """Let in who may run from now on; seconds for adapters they need first."""
+        if self._dynamic is None:
+            return self._admit(now) if self.waiting else 0.0
+        switch, adapters = self._dynamic.choose(self, now)
+        return switch + sum(self._adapter_seconds(adapter) for adapter in adapters)
 
     def _admit(self, now: float) -> float:
         """Move waiting requests into the batch; seconds for adapters they need first."""

@@ -33,6 +33,7 @@ CODE = (
     "services/dispatcher/demand_meter.py",
     "services/coordinator/*.py",
     "services/launcher/*.py",
+    "services/replica/merging.py",
     "services/replica/pace.py",
     "loadgen/arrivals.py",
     "loadgen/trace.py",
