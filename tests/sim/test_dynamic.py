@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from services.replica.engines.emulated import EmulatedEngine, Options
 from shared.latency import LatencyModel
 from shared.messages import Sampling
 from shared.profile import Profile
+from shared.slo import Slo
 from sim.job import Job
 from sim.replica import Batching, Replica
+from sim.scenario import Scenario, build
+from sim.workload import Workload
 from tests.replica.harness import generate
 from tests.replica.test_emulated import CARD
 from tests.sim.test_replica import drive, job
@@ -165,3 +169,40 @@ def test_a_paused_request_that_is_taken_back_frees_its_memory_and_may_come_again
 def test_modes_that_do_not_exist_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="lora"):
         Batching(**wrong)  # type: ignore[arg-type]
+
+
+PROFILE = """
+name: small
+source: test
+coefficients: {alpha0: 0.01, alpha1: 0.0005, pi0: 0.002, pi1: 0.00005}
+b_max: 8
+kv_tokens: 6000
+merged_speedup: 1.8
+merge_seconds: 0.02
+"""
+
+
+@pytest.mark.parametrize("policy", ["dlora", "shepherd"])
+@pytest.mark.parametrize("exponent", [0.0, 3.0])
+def test_a_whole_cluster_loses_nothing_and_gains_where_one_adapter_prevails(
+    tmp_path: Path, policy: str, exponent: float
+) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(PROFILE)
+    work = Workload(
+        rate=150.0, burstiness=0.5, prompt_tokens=100, output_tokens=60, limit=600,
+        adapters=("x", "y", "z"), zipf_exponent=exponent, slos={"": Slo(e2e_ms=5000)},
+    )  # fmt: skip
+    ends = {}
+    for lora in ("dynamic", "unmerged"):
+        world = build(
+            Scenario(
+                profile=str(path), replicas=3, policy=policy, workload=work,
+                batching=Batching(lora=lora),
+            )
+        )  # fmt: skip
+        world.run()
+        assert world.recorder.total.completed == 600
+        assert not any(r.kv_used or r.running or r.waiting for r in world.replicas.values())
+        ends[lora] = world.ended
+    assert ends["dynamic"] < (0.95 if exponent else 1.001) * ends["unmerged"]
