@@ -30,6 +30,8 @@ from collm import models
 from sim.replica import Batching
 
 POLICIES = ("round_robin", "least_loaded", "peft", "shepherd", "dlora", "split", "collm")
+# How the replicas of a baseline batch where they are emulated: as its authors' engine does.
+BATCHING = {"peft": Batching(batching="static"), "dlora": Batching(lora="dynamic")}
 SATURATED = 0.9  # of an idle cluster's attainment
 PROBES_MAX = 8
 
@@ -120,15 +122,24 @@ class Bench:
         say(f"{self._cluster.name}/{trace} round_robin at scale {scale:.3g}: {attainment:.3f}")
         return attainment
 
-    def go(self, run: Run, scale: float, seconds: float) -> dict[str, Any]:
-        """Start, replay, stop; the load generator's result."""
+    def environment(self, run: Run) -> dict[str, str]:
+        """Settings of the cluster for this run."""
         environment = dict(self._cluster.environment)
         if run.shed:
             environment["COLLM_DISPATCHER_POLICY_OPTIONS"] = '{"on_overload": "shed"}'
-        if run.policy == "peft" and self.emulated:
-            environment["COLLM_REPLICA_BATCHING"] = "static"
+        if self.emulated:
+            batching = BATCHING.get(run.policy, Batching())
+            environment["COLLM_REPLICA_BATCHING"] = batching.batching
+            environment["COLLM_REPLICA_LORA"] = batching.lora
+        return environment
+
+    def go(self, run: Run, scale: float, seconds: float) -> dict[str, Any]:
+        """Start, replay, stop; the load generator's result."""
         arguments = [*self._cluster.arguments, "--policy", run.policy]
-        with running(arguments, environment) as stack, tempfile.TemporaryDirectory() as folder:
+        with (
+            running(arguments, self.environment(run)) as stack,
+            tempfile.TemporaryDirectory() as folder,
+        ):
             command = [sys.executable, "-m", "loadgen", "--base-url", stack.url]
             command += ["--trace", f"{run.trace}={self._o.files[run.trace]}"]
             command += ["--rate-scale", f"{scale:.5g}", "--duration", f"{seconds:g}"]
@@ -161,7 +172,7 @@ class Bench:
         """The same requests through the simulator against this run of emulated replicas."""
         if not self.emulated or run.shed:
             return None
-        batching = Batching(batching="static") if run.policy == "peft" else Batching()
+        batching = BATCHING.get(run.policy, Batching())
         with tempfile.TemporaryDirectory() as folder:
             options = argparse.Namespace(
                 slo=[f"{run.trace}/{x}" for x in self._cluster.slos[run.trace]],

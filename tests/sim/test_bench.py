@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from bench import measured
+from bench import measured, policies
 from bench.validity import error, slowed, slowed_slo
+from services.replica.settings import ReplicaSettings
 from shared import profile, slo
 from shared.messages import Finished, StepSample
+from sim.replica import Batching
 
 
 def test_a_slowed_profile_takes_as_many_times_as_long(tmp_path: Path) -> None:
@@ -91,3 +94,25 @@ def test_a_measured_profile_is_read_as_any_other(tmp_path: Path) -> None:
 def test_steps_of_one_size_make_no_profile(samples: list[StepSample]) -> None:
     with pytest.raises(measured.TooFew, match="no latency model"):
         measured.profile_of(samples, "here", 16, 1000)
+
+
+@pytest.mark.parametrize(
+    ("policy", "batching", "lora"),
+    [
+        ("peft", "static", "unmerged"),
+        ("dlora", "continuous", "dynamic"),
+        ("collm", "continuous", "unmerged"),
+    ],
+)
+def test_emulated_replicas_batch_as_the_baselines_own_engines_do(
+    policy: str, batching: str, lora: str
+) -> None:
+    run = policies.Run(policy=policy, trace="code", load=1.0, seed=0, shed=False)
+    emulated = policies.Bench(argparse.Namespace(prompts=[]), policies.EMULATED)
+    found = emulated.environment(run)
+    assert (found["COLLM_REPLICA_BATCHING"], found["COLLM_REPLICA_LORA"]) == (batching, lora)
+    settings = {"batching": batching, "lora": lora}
+    assert ReplicaSettings(engine="emulated", **settings).lora == lora
+    assert msgspec.convert(settings, Batching) == policies.BATCHING.get(policy, Batching())
+    real = policies.Bench(argparse.Namespace(prompts=[]), policies.cpu_cluster("m", 2, 1000.0))
+    assert not {"COLLM_REPLICA_BATCHING", "COLLM_REPLICA_LORA"} & real.environment(run).keys()
