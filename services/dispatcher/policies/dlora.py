@@ -7,7 +7,8 @@ replica has at least 16 requests more than the mean, requests move to the emptie
 
 Adaptations: the integer program of the reactive part is the pairwise greedy one (newest requests
 move first: they have not started); every replica can load every adapter, so placement is the
-dispatch itself; whether a replica merges is the engine's business (``lora: merged``).
+dispatch itself. When to merge, dLoRA's third part, is decided by the replica in each iteration, by
+``services.replica.merging``: emulated and simulated replicas with ``lora: dynamic`` do so.
 """
 
 from __future__ import annotations
