@@ -149,6 +149,8 @@ def test_the_lag_of_the_path_is_the_median_of_recent_first_attempts() -> None:
     assert path.seconds(0.0) == 0.0
     for k, lag in enumerate((0.002, 0.1, 0.08, 0.09, 0.3)):
         path.arrived(_request(f"q{k}", arrival=10.0 - lag), 10.0)
-    path.arrived(_request("again", arrival=1.0, attempt=2), 10.0)
+    for k in range(6):
+        path.arrived(_request(f"again{k}", arrival=1.0, attempt=2), 10.0)
+        path.arrived(_request(f"claimed{k}", arrival=1.0, fresh=False), 10.0)
     assert path.seconds(10.1) == pytest.approx(0.09)
     assert path.seconds(20.0) == 0.0, "what was long ago says nothing of now"

@@ -31,6 +31,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ttft_deadline: float | None = None  # moment by which its first token is due
     tpot: float | None = None  # seconds per output token
     attempt: int = 1
+    fresh: bool = True  # came straight from its gateway: ``arrival`` tells how long the way took
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,8 +23,8 @@ class PathLag:
         self._median: float | None = None
 
     def arrived(self, request: Request, now: float) -> None:
-        """A first attempt has come; later ones waited for other reasons."""
-        if request.attempt == 1:
+        """A first attempt has come straight; later ones and those put back waited elsewhere."""
+        if request.attempt == 1 and request.fresh:
             self._seen.append((now, max(0.0, now - request.arrival)))
             self._median = None
 
