@@ -85,9 +85,10 @@ def test_one_that_cannot_make_it_is_late_at_once_unless_it_has_no_limit() -> Non
 def test_one_worth_less_than_the_price_is_deferred_at_once() -> None:
     policy = one()
     policy._plan.price = 25.0
-    assert arrived(policy, id="cheap").place == DEFERRED  # 10 tokens in 0.5 s
+    assert arrived(policy, id="cheap", deadline=9.0).place == DEFERRED  # 10 tokens in 0.5 s
+    assert arrived(policy, id="free").place == MAIN, "one without limits is not weighed"
     policy._plan.price = 19.0
-    assert arrived(policy, id="dear").place == MAIN
+    assert arrived(policy, id="dear", deadline=9.0).place == MAIN
 
 
 def test_an_arrival_asks_for_a_new_plan() -> None:
@@ -197,10 +198,35 @@ def test_what_runs_since_before_a_restart_holds_its_place_and_makes_nobody_late(
     policy.restore("unknown", (request("lost"),), 0.0)
     assert list(policy._placement.where) == ["old"]
     lane = policy.lanes["r"]
-    assert (len(lane.flight), lane.prefill_end) == (1, pytest.approx(0.2))
-    assert where(ask(policy, request("a"), request("b"), now=0.2)) == {"r": ("a",)}
+    assert (len(lane.flight), lane.prefill_end) == (1, 0.0)
+    assert policy.macro._taken == {lane}, "it is not idle"
+    assert where(ask(policy, request("a"), request("b"), now=0.0)) == {"r": ("a",)}
     policy.on_completion(done("old"), 1.0)
     assert where(policy.decide(1.0)) == {"r": ("b",)}
+
+
+def test_prompts_from_before_a_restart_have_begun() -> None:
+    """Twenty at once would otherwise keep the next one away for four seconds."""
+    policy = one(limit=40)
+    policy.restore("r", [request(f"old{n}", deadline=9.0) for n in range(20)], 1.0)
+    lane = policy.lanes["r"]
+    assert (len(lane.flight), lane.prefill_end) == (20, 1.0)
+    assert lane.slack < 9.0 - 1.0, "their limits count"
+    assert lane.kv == 20 * 110
+    assert where(ask(policy, request("a", arrival=1.0), now=1.0)) == {"r": ("a",)}
+
+
+def test_what_is_restored_leaves_no_spare_replica() -> None:
+    policy = one(limit=4)
+    policy.macro.rate.work = 5.0
+    assert policy.macro.at_rest() is False
+    assert policy.macro.spare() == 0
+    policy.macro.rate.work = 0.0
+    assert policy.macro.at_rest()
+    policy.restore("r", (request("old"),), 0.0)
+    assert not policy.macro.at_rest()
+    policy.on_completion(done("old"), 0.1)
+    assert policy.lanes["r"].bias == 1.0, "since when it ran is not known"
 
 
 # ------------------------------------------------------------ decisions

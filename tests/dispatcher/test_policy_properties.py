@@ -9,12 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from services.dispatcher.policies.base import Release, ReplicaView, Request
-from services.dispatcher.policies.collm import Collm
+from services.dispatcher.policies.collm import FCFS_HORIZON, Collm
 from services.dispatcher.policies.registry import POLICIES, UnknownPolicy, create
 from shared.latency import LatencyModel
 from tests.dispatcher.driver import Driver
 
 LATENCY = LatencyModel(alpha0=0.004, alpha1=1e-4, pi0=0.001, pi1=1e-4)
+THIRD = LatencyModel(alpha0=0.018, alpha1=0.002, pi0=0.05, pi1=5e-4)  # 0.3 s: 100 and 10 tokens
 SERVING = [name for name in POLICIES if name != "split"]
 
 arrival = st.floats(0.0, 3.0)
@@ -220,12 +221,19 @@ def test_nothing_is_refused_on_an_estimate_before_enough_outputs_are_known() -> 
     assert driver.shed == ["hopeless"]
 
 
-def test_no_request_without_a_slo_starves_behind_those_with_one() -> None:
-    work = [_request("patient", 0.0, None)]
-    work += [_request(f"q{k}", 0.01 + 0.25 * k, 5.0) for k in range(400)]
-    driver = _serve(Collm(), work)
-    assert "patient" in driver.ended
-    assert driver.order_of("patient") < 300
+@pytest.mark.parametrize("prompt", [100, 4000])
+def test_no_request_without_a_slo_starves_behind_those_with_one(prompt: int) -> None:
+    """Twice as many come as can be served, all worth more than the patient one's long prompt."""
+    policy = Collm()
+    driver = Driver(policy, 0.3)
+    driver.at(0.0, ReplicaView(id="r", dispatchable=True, b_limit=1, latency=THIRD))
+    for k in range(800):
+        request = _request(f"q{k}", 0.15 * k, 5.0)
+        driver.at(request.arrival, request)
+    driver.at(5.0, _request("patient", 5.0, None, prompt_tokens=prompt))
+    driver.run()
+    (released,) = (now for now, r in driver.releases if "patient" in r.requests)
+    assert 5.0 < released < 5.0 + FCFS_HORIZON + 1.0, "it has waited in the line of those in time"
 
 
 def test_a_tenant_that_floods_the_queue_leaves_the_others_their_share() -> None:

@@ -102,7 +102,9 @@ class Collm:
         if w.bound and latest < now:
             self._queues.enter(w, LATE)
         else:
-            self._queues.enter(w, DEFERRED if w.density < self._plan.price else MAIN)
+            # One without limits is not weighed: it is first come, first served.
+            cheap = w.bound and w.density < self._plan.price
+            self._queues.enter(w, DEFERRED if cheap else MAIN)
         self._plan.changed = True
 
     def on_cancel(self, request_id: str, now: float) -> bool:
@@ -152,8 +154,11 @@ class Collm:
         for request in requests:
             least, output, most = self.lengths.forecast(request)
             w = Waiting(request, output, 0.0, INFINITY, now, (least, most))
+            w.prompt = w.chunks = 0  # its prompt is through, as far as can be told
             lane.release(w, now)
             self._placement.where[request.id] = lane
+        if requests:
+            self.macro.engaged(lane)
 
     def queued(self) -> int:
         return len(self._queues)

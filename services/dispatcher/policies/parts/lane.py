@@ -190,7 +190,7 @@ class Lane:
         self.kv -= running.waiting.kv
         if running.waiting.late:
             self.background -= 1
-        if learn:
+        if learn and running.waiting.prompt:  # since when one runs whose prompt was through is open
             delayed = self.delay - running.mark
             decoding = running.end - running.start
             if tokens is not None and running.waiting.output > 0:
