@@ -43,6 +43,26 @@ def test_training_gives_way_when_all_together_are_not_enough_and_goes_on_in_a_lu
     assert _short(policy, 50.0, 0) == []
 
 
+def test_the_wish_is_repeated_once_a_minute_until_it_is_taken_back() -> None:
+    """The coordinator forgets it after two minutes."""
+    policy = cluster(known("a", training=True), known("b", training=True), asked=2)
+    asked = []
+    for second in range(2, 200):
+        for n in range(50 if second == 2 else 4):  # between 0.7 and 1 of what both carry
+            arrive(policy.macro, f"p{second}{n}")
+        policy.macro.expired(int(second == 2))
+        actions = policy.macro.cycle(policy, float(second))
+        asked += [(second, each) for each in actions]
+        if second == 100:
+            told(policy, known("b"))  # its session has ended
+    assert asked == [
+        (2, Suspend(replicas=("a", "b"), wanted=True)),
+        (62, Suspend(replicas=("a", "b"), wanted=True)),
+        (122, Suspend(replicas=("a",), wanted=True)),
+        (182, Suspend(replicas=("a",), wanted=True)),
+    ]
+
+
 def test_load_alone_stops_no_training_as_long_as_nobody_was_late() -> None:
     policy = cluster(known("a", training=True), asked=50)
     assert policy.macro.cycle(policy, 2.0) == []

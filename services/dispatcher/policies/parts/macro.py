@@ -27,6 +27,7 @@ RESUME_BELOW = 0.7  # of capacity: training may go on again
 STANDING = 0.2  # relative change of Q times rate below which a replica keeps its place
 REST_SHARE = 0.1  # of the replicas: a load that needs less leaves the cluster at rest
 IDLE_SHARE = 0.5  # of the replicas without requests in time: hopeless ones may have them
+SUSPEND_AGAIN = 60.0  # seconds; the coordinator forgets a wish after two minutes
 REFITS_MAX = 64  # replicas whose coefficients are fitted anew in one cycle
 
 
@@ -53,6 +54,7 @@ class Macro:
         self._b = 1.0
         self._promoted = -INFINITY
         self._suspended: tuple[str, ...] = ()
+        self._asked = -INFINITY  # when that was asked for last
         self._capacity = 0.0  # requests a second that all of ``order`` carry
         self.idle: dict[Lane, None] = {}  # may be promoted
         self.background: set[Lane] = set()  # with hopeless requests in flight
@@ -105,7 +107,7 @@ class Macro:
         self._choose_typical(policy)
         need = (1 + self._headroom) * self.rate.expected
         self._rank(need)
-        return self._training(self.order, self._capacity, need)
+        return self._training(self._capacity, need, now)
 
     def _rank(self, need: float) -> None:
         """Order of the replicas, and how many of them carry ``need`` requests a second.
@@ -187,16 +189,23 @@ class Macro:
         b = model.b_star(budget, B, self._prompt, self._output, b_max=b_limit, slo=budget)
         return min(1e6, model.rate(max(1, b), B, self._prompt, self._output))
 
-    def _training(self, lanes: list[Lane], capacity: float, need: float) -> list[Action]:
-        """Ask for B = 0 when all replicas together are not enough; take it back in a lull."""
-        training = tuple(lane.view.id for lane in lanes if lane.view.training)
+    def _training(self, capacity: float, need: float, now: float) -> list[Action]:
+        """Ask for B = 0 when all replicas together are not enough; take it back in a lull.
+
+        In between the wish stands: it is repeated, for the coordinator forgets it otherwise.
+        """
+        training = tuple(lane.view.id for lane in self.order if lane.view.training)
         short, self._short = self._short and need > capacity, False
         if training and short and set(training) - set(self._suspended):
-            self._suspended = training
+            self._suspended, self._asked = training, now
             return [Suspend(replicas=training, wanted=True)]
         if self._suspended and need < RESUME_BELOW * capacity:
             suspended, self._suspended = self._suspended, ()
             return [Suspend(replicas=suspended, wanted=False)]
+        still = tuple(name for name in training if name in self._suspended)
+        if still and now - self._asked >= SUSPEND_AGAIN:
+            self._asked = now
+            return [Suspend(replicas=still, wanted=True)]
         return []
 
     def promote(self, policy: Collm, now: float) -> list[Action]:
