@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from services.dispatcher.policies.parts.choice import EASE
 from services.dispatcher.policies.parts.lane import Lane
 from services.dispatcher.policies.parts.lengths import KNOWN, STREAMS_MAX, Lengths
 from services.dispatcher.policies.parts.macro import STANDING, Macro
-from services.dispatcher.policies.parts.placement import EASE
 from services.dispatcher.policies.parts.waiting import Waiting
 from shared.latency import LatencyModel
 from tests.dispatcher.made import done, request
@@ -105,13 +105,13 @@ def _paced(least: float) -> Lane:
 
 def test_an_answer_that_may_be_short_can_be_delayed_little_at_first() -> None:
     sure = _paced(100.0)
-    assert sure.slack == pytest.approx(99 * 0.1 - 100 * 0.03)
+    assert sure.slack == pytest.approx(99 * (0.1 - 0.03))
     made = _paced(11.0)
     assert made.slack == pytest.approx(10 * (0.1 - 0.03))
     made.renew(0.2 + 50 * 0.03)
     assert made.slack == pytest.approx(50 * (0.1 - 0.03)), "50 tokens came early"
     made.renew(0.2 + 99.9 * 0.03)
-    assert made.slack == pytest.approx(99 * 0.1 - 100 * 0.03), "never beyond what is expected"
+    assert made.slack == pytest.approx(99 * (0.1 - 0.03)), "never beyond what is expected"
 
 
 def test_a_prompt_that_is_let_in_uses_up_what_was_gained() -> None:

@@ -43,23 +43,24 @@ def test_training_gives_way_when_all_together_are_not_enough_and_goes_on_in_a_lu
     assert _short(policy, 50.0, 0) == []
 
 
-def test_the_wish_is_repeated_once_a_minute_until_it_is_taken_back() -> None:
+def test_the_wish_is_repeated_once_a_minute_while_they_are_not_enough() -> None:
     """The coordinator forgets it after two minutes."""
     policy = cluster(known("a", training=True), known("b", training=True), asked=2)
     asked = []
-    for second in range(2, 200):
-        for n in range(50 if second == 2 else 4):  # between 0.7 and 1 of what both carry
+    for second in range(2, 300):
+        many = second < 100 or second >= 230  # between: 0.7 to 1 of what both carry
+        for n in range(50 if many else 4):
             arrive(policy.macro, f"p{second}{n}")
-        policy.macro.expired(int(second == 2))
-        actions = policy.macro.cycle(policy, float(second))
-        asked += [(second, each) for each in actions]
+        policy.macro.expired(1)
+        asked += [(second, each) for each in policy.macro.cycle(policy, float(second))]
         if second == 100:
             told(policy, known("b"))  # its session has ended
     assert asked == [
         (2, Suspend(replicas=("a", "b"), wanted=True)),
         (62, Suspend(replicas=("a", "b"), wanted=True)),
         (122, Suspend(replicas=("a",), wanted=True)),
-        (182, Suspend(replicas=("a",), wanted=True)),
+        (230, Suspend(replicas=("a",), wanted=True)),
+        (290, Suspend(replicas=("a",), wanted=True)),
     ]
 
 
@@ -113,42 +114,9 @@ def test_nobody_is_promoted_while_those_that_serve_carry_the_load() -> None:
 # ------------------------------------------------------------ for the micro cycle
 
 
-def many(count: int) -> tuple[Macro, list[Lane]]:
-    policy = cluster(*(known(f"r{n:02}") for n in range(count)))
+def many(count: int, **options: object) -> tuple[Macro, list[Lane]]:
+    policy = cluster(*(known(f"r{n:02}") for n in range(count)), **options)  # type: ignore[arg-type]
     return policy.macro, policy.macro.order
-
-
-def test_a_few_replicas_are_all_candidates() -> None:
-    macro, lanes = many(4)
-    assert list(macro.candidates(4)) == lanes
-    assert len(list(macro.candidates(3))) == 3
-
-
-def test_of_many_replicas_others_come_up_the_next_time() -> None:
-    macro, lanes = many(10)
-    assert list(macro.candidates(4)) == lanes[:4]
-    assert list(macro.candidates(4)) == lanes[4:8]
-    assert list(macro.candidates(4)) == [lanes[0], lanes[1], lanes[8], lanes[9]], "in their order"
-
-
-def test_full_replicas_are_left_out_until_they_are_freed() -> None:
-    macro, lanes = many(10)
-    for lane in lanes[:3]:
-        for n in range(2):
-            lane.release(Waiting(request(f"{lane.view.id}{n}"), 1.0, 1.0, 9.0, 0.0), 0.0)
-    assert list(macro.candidates(4)) == lanes[3:7]
-    lanes[1].leave(f"{lanes[1].view.id}0", 1.0, learn=False)
-    macro.freed(lanes[1])
-    assert list(macro.candidates(8)) == [lanes[1], *lanes[3:]]
-    assert list(macro.candidates(2)) == lanes[7:9]
-
-
-def test_only_so_many_full_ones_are_looked_at_for_one_decision() -> None:
-    macro, lanes = many(10)
-    for lane in lanes:
-        lane.view = view(lane.view.id, b_limit=0)
-    assert list(macro.candidates(2)) == []
-    assert len(macro._free) == 2
 
 
 def test_promised_is_the_prompts_that_are_not_through() -> None:
@@ -175,9 +143,9 @@ def test_replicas_with_hopeless_requests_are_known() -> None:
     macro.freed(lane)
     assert macro.background == set()
     lane.view = view("r", dispatchable=False)
-    macro._free.clear()
+    macro.line.renew([], 0)
     macro.freed(lane)
-    assert macro._free == {}
+    assert macro.line.inside(9) == ([], True), "it takes nothing"
 
 
 def test_what_the_load_leaves_over() -> None:

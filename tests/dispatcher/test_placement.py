@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from services.dispatcher.policies.parts.placement import (
+from services.dispatcher.policies.parts.choice import (
     LANES_TRIED,
 )
 from services.dispatcher.policies.parts.waiting import GONE, Waiting

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from services.dispatcher.policies.parts.placement import (
-    LANES_TRIED,
-    LATE_AGE,
-    LATE_PER_LANE,
-    LOOK_AHEAD,
-    LOOKS_MAX,
-)
+from services.dispatcher.policies.parts.choice import LANES_TRIED, LATE_PER_LANE
+from services.dispatcher.policies.parts.placement import LATE_AGE, LOOK_AHEAD, LOOKS_MAX
 from services.dispatcher.policies.parts.waiting import DEFERRED, LATE
 from shared.latency import LatencyModel
 from tests.dispatcher.scene import Scene, lane, occupy, why

@@ -54,11 +54,18 @@ def test_which_limits_it_has(
 
 
 def test_the_last_token_is_due_at_its_pace_or_its_deadline() -> None:
-    assert waiting().due_after(2.0) == math.inf
-    assert waiting(tpot=0.5).due_after(2.0) == 2.0 + 0.5 * 9
-    assert waiting(tpot=0.5, deadline=3.0).due_after(2.0) == 3.0
-    assert waiting(tpot=0.5, output=1.0).due_after(2.0) == math.inf, "one token has no pace"
-    assert waiting(tpot=0.5, output=2.0).due_after(2.0) == 2.5
+    assert waiting().due_after(2.0, 6.0) == math.inf
+    # Ten tokens of 0.4 s each are predicted; between the first and the last there are nine.
+    assert waiting(tpot=0.5).due_after(2.0, 6.0) == pytest.approx(2.0 + 0.5 * 9 + 0.4)
+    assert waiting(tpot=0.5, deadline=3.0).due_after(2.0, 6.0) == 3.0
+    assert waiting(tpot=0.5, output=1.0).due_after(2.0, 6.0) == math.inf, "one token has no pace"
+    assert waiting(tpot=0.5, output=2.0).due_after(2.0, 3.0) == 3.0
+
+
+@pytest.mark.parametrize("output", [2.0, 3.0, 100.0])
+def test_a_limit_on_the_pace_is_kept_by_steps_that_are_no_longer(output: float) -> None:
+    for step, kept in ((0.49, True), (0.51, False)):
+        assert waiting(tpot=0.5, output=output).met(1.0, 1.0 + output * step, 0.0) is kept
 
 
 def test_limits_are_met_with_the_margin_and_not_a_moment_later() -> None:
@@ -67,8 +74,10 @@ def test_limits_are_met_with_the_margin_and_not_a_moment_later() -> None:
     assert not w.met(1.75, 3.5, 0.5), "the first token"
     assert not w.met(1.5, 3.75, 0.5), "the last token"
     assert waiting(deadline=4.0).met(3.9, 3.5, 0.5), "no limit for the first token"
-    assert waiting(tpot=0.5).met(1.0, 5.0, 0.5)
-    assert not waiting(tpot=0.5).met(1.0, 5.25, 0.5)
+    # 9 steps of 0.4 s or 0.45 s take 0.9 s or 0.45 s less than they may
+    assert waiting(tpot=0.5).met(1.0, 5.0, 0.89)
+    assert not waiting(tpot=0.5).met(1.0, 5.0, 0.91)
+    assert not waiting(tpot=0.5).met(1.0, 5.5, 0.46)
 
 
 # ------------------------------------------------------------ queues

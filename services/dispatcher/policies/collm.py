@@ -137,8 +137,18 @@ class Collm:
         ended = completion.reason in ("stop", "length") and completion.output_tokens > 0
         running = lane.leave(completion.id, now, learn=ended, tokens=completion.output_tokens)
         self.macro.freed(lane)
-        if running is not None and ended:
+        if running is None:
+            return
+        if ended:
             self.lengths.learn(running.waiting.request, completion)
+        self._settle(running.waiting, completion)
+
+    def _settle(self, w: Waiting, completion: Completion) -> None:
+        """Its tenant is charged what it got; nothing for what its replica has refused or lost."""
+        tenant, tokens = w.request.tenant, completion.output_tokens
+        nothing = tokens == 0 and completion.reason in ("failed", "lost")
+        prompt = -w.request.prompt_tokens if nothing else 0
+        self.shares.settle(tenant, w.charged, prompt, tokens - w.output)
 
     def on_step(self, step: StepSeen, now: float) -> None:
         self.fit.learn(step)
@@ -163,6 +173,10 @@ class Collm:
     def queued(self) -> int:
         return len(self._queues)
 
+    def smallest_apart(self) -> int | None:
+        """Tokens of the smallest request that no serving replica holds; None: there is none."""
+        return self._queues.smallest_apart()
+
     # ------------------------------------------------------------ decision
 
     def decide(self, now: float) -> list[Action]:
@@ -171,6 +185,8 @@ class Collm:
         queues = self._queues
         if not queues.waiting:
             return actions
+        if self.macro.order:
+            queues.rejoin(self.macro.reach.largest, now)
         self._placement.epsilon = max(self._epsilon, self._path.seconds(now))
         self.macro.expired(queues.expire(now))
         queues.compact()
@@ -201,11 +217,14 @@ class Collm:
         """Hopeless requests are told so, with the time until the queue has drained."""
         actions: list[Action] = []
         wait = max(1.0, self.macro.backlog_seconds(self._queues.main_cost, now))
-        while (w := self._queues.oldest_late()) is not None:
-            self._remove(w)
-            reason = (
-                f"cannot be answered within its latency limits: slack {w.latest - now:.3f} s, "
-                f"{w.output:.0f} output tokens expected"
-            )
-            actions.append(Shed(request=w.request.id, reason=reason, retry_after=math.ceil(wait)))
+        for tenant in list(self._queues.late):
+            while (item := self._queues.next_late(tenant)) is not None:
+                w = item[1]
+                self._remove(w)
+                reason = (
+                    f"cannot be answered within its latency limits: slack {w.latest - now:.3f} s, "
+                    f"{w.output:.0f} output tokens expected"
+                )
+                shed = Shed(request=w.request.id, reason=reason, retry_after=math.ceil(wait))
+                actions.append(shed)
         return actions

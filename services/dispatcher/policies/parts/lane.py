@@ -109,6 +109,11 @@ class Lane:
             self.pi0 = latency.pi0 + latency.pi2 * view.B
             self.pi1 = latency.pi1
 
+    @property
+    def size(self) -> float:
+        """Tokens of the largest request that it holds when it is empty."""
+        return min(self.kv_total, self.context)
+
     # ------------------------------------------------------------ prediction
 
     def predict(self, w: Waiting, now: float) -> tuple[float, float, float]:
@@ -140,7 +145,7 @@ class Lane:
         self.assumed += (self.bias * self.pace - self.assumed) / len(self.flight)
         self.kv += w.kv
         self.prefill_end = first
-        due = w.due_after(first)
+        due = w.due_after(first, end)
         if due < INFINITY and due >= end:
             kept = safety * (end - now)
             running.utmost = self.delay + max(0.0, due - end - kept)

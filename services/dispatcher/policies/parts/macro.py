@@ -7,13 +7,14 @@ they can train.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
 from typing import TYPE_CHECKING
 
-from services.dispatcher.policies.base import Action, Promote, StepSeen, Suspend
+from services.dispatcher.policies.base import Action, Promote, StepSeen
 from services.dispatcher.policies.parts.lane import INFINITY, Lane
+from services.dispatcher.policies.parts.line import Line
 from services.dispatcher.policies.parts.rates import ArrivalRate
+from services.dispatcher.policies.parts.reach import Reach
+from services.dispatcher.policies.parts.rest import Rest
 from services.dispatcher.policies.parts.waiting import Waiting
 from shared.latency import LatencyModel
 
@@ -23,11 +24,9 @@ if TYPE_CHECKING:
 CYCLE_SECONDS = 1.0
 PROMOTE_SECONDS = 0.2  # between two promotions
 SMOOTHING = 0.05
-RESUME_BELOW = 0.7  # of capacity: training may go on again
 STANDING = 0.2  # relative change of Q times rate below which a replica keeps its place
 REST_SHARE = 0.1  # of the replicas: a load that needs less leaves the cluster at rest
 IDLE_SHARE = 0.5  # of the replicas without requests in time: hopeless ones may have them
-SUSPEND_AGAIN = 60.0  # seconds; the coordinator forgets a wish after two minutes
 REFITS_MAX = 64  # replicas whose coefficients are fitted anew in one cycle
 
 
@@ -53,8 +52,7 @@ class Macro:
         self._seen = 0
         self._b = 1.0
         self._promoted = -INFINITY
-        self._suspended: tuple[str, ...] = ()
-        self._asked = -INFINITY  # when that was asked for last
+        self._rest = Rest()
         self._capacity = 0.0  # requests a second that all of ``order`` carry
         self.idle: dict[Lane, None] = {}  # may be promoted
         self.background: set[Lane] = set()  # with hopeless requests in flight
@@ -63,8 +61,9 @@ class Macro:
         self._kinds: dict[tuple[LatencyModel | None, int, int], int] = {}  # replicas run alike
         self._models_changed = False
         self._dispatchable: dict[Lane, None] = {}
-        self._free: dict[Lane, None] = {}  # with credit, as far as is known
-        self._full: list[Lane] = []
+        self.line = Line()
+        self.reach = Reach()  # of the dispatchable replicas
+        self._idle_reach = Reach()
         self._short = False  # requests were in need of a replica since the last cycle
 
     # ------------------------------------------------------------ what is seen
@@ -107,7 +106,11 @@ class Macro:
         self._choose_typical(policy)
         need = (1 + self._headroom) * self.rate.expected
         self._rank(need)
-        return self._training(self._capacity, need, now)
+        self.reach.renew(self.order)
+        self._idle_reach.renew(self.idle)
+        training = tuple(lane.view.id for lane in self.order if lane.view.training)
+        short, self._short = self._short and need > self._capacity, False
+        return self._rest.ask(training, short=short, capacity=self._capacity, need=need, now=now)
 
     def _rank(self, need: float) -> None:
         """Order of the replicas, and how many of them carry ``need`` requests a second.
@@ -125,7 +128,6 @@ class Macro:
         keys.sort()  # hardly any work: the last cycle's order is nearly this one's
         self.order = lanes = [lane for _, _, lane in keys]
         self._dispatchable = dict.fromkeys(lanes)
-        self._free = dict.fromkeys(lanes)
         total, self.active, self.room = 0.0, 0, 0
         for rank, lane in enumerate(lanes):
             lane.rank = rank
@@ -134,6 +136,7 @@ class Macro:
                 self.active = rank + 1
                 total += rates[lane.kind]
         self._capacity = sum(rates[lane.kind] for lane in lanes)
+        self.line.renew(lanes, self.active)
 
     def told(self, lane: Lane) -> None:
         """A replica is new, or its record or coefficients have changed."""
@@ -142,12 +145,14 @@ class Macro:
         lane.kind = self._kinds.setdefault(kind, len(self._kinds))
         _keep(self._dispatchable, lane, lane.view.dispatchable)
         _keep(self.idle, lane, lane.view.idle)
+        self.line.told(lane)
 
     def gone(self, lane: Lane) -> None:
         """A replica died or stopped."""
         self.replicas_changed = self._models_changed = True
-        for books in (self._dispatchable, self.idle, self._engaged, self._free):
+        for books in (self._dispatchable, self.idle, self._engaged):
             books.pop(lane, None)
+        self.line.gone(lane)
         self.background.discard(lane)
         self._taken.discard(lane)
 
@@ -189,69 +194,39 @@ class Macro:
         b = model.b_star(budget, B, self._prompt, self._output, b_max=b_limit, slo=budget)
         return min(1e6, model.rate(max(1, b), B, self._prompt, self._output))
 
-    def _training(self, capacity: float, need: float, now: float) -> list[Action]:
-        """Ask for B = 0 when all replicas together are not enough; take it back in a lull.
-
-        In between the wish stands: it is repeated, for the coordinator forgets it otherwise.
-        """
-        training = tuple(lane.view.id for lane in self.order if lane.view.training)
-        short, self._short = self._short and need > capacity, False
-        if training and short and set(training) - set(self._suspended):
-            self._suspended, self._asked = training, now
-            return [Suspend(replicas=training, wanted=True)]
-        if self._suspended and need < RESUME_BELOW * capacity:
-            suspended, self._suspended = self._suspended, ()
-            return [Suspend(replicas=suspended, wanted=False)]
-        still = tuple(name for name in training if name in self._suspended)
-        if still and now - self._asked >= SUSPEND_AGAIN:
-            self._asked = now
-            return [Suspend(replicas=still, wanted=True)]
-        return []
-
     def promote(self, policy: Collm, now: float) -> list[Action]:
-        """An Idle replica back to Serving: none serves, or those that do are not enough."""
-        if now - self._promoted < PROMOTE_SECONDS:
+        """An Idle replica back to Serving: none serves, or those that do are not enough.
+
+        Or none of them holds a request that an Idle one would.
+        """
+        if now - self._promoted < PROMOTE_SECONDS or not self.idle:
             return []
-        if not self.idle:
-            return []
+        need_tokens = policy.smallest_apart()
+        fitting = [x for x in self.idle if need_tokens is not None and x.size >= need_tokens]
         capacity = self._capacity
         need = (1 + self._headroom) * self.rate.expected
-        if self.order and capacity >= need and not self._short:
+        if self.order and capacity >= need and not self._short and not fitting:
             return []
         self._promoted = now
-        best = max(self.idle, key=lambda lane: (lane.view.quality, lane.view.id))
+        best = max(fitting or self.idle, key=lambda lane: (lane.view.quality, lane.view.id))
         why: dict[str, float | str] = {
             "expected_rate": round(self.rate.expected, 3),
             "capacity": round(capacity, 3),
             "queued": policy.queued(),
         }
+        if fitting and need_tokens is not None:
+            why["holds_tokens"] = need_tokens  # no serving replica does
         return [Promote(replica=best.view.id, why=why)]
 
     # ------------------------------------------------------------ for the micro cycle
 
-    def candidates(self, few: int) -> Iterable[Lane]:
-        """Dispatchable replicas in order; of more than ``few`` those with credit, as many.
-
-        The ones returned go to the end of the line, so that others come up the next time.
-        """
-        if len(self.order) <= few:
-            return self.order
-        chosen: list[Lane] = []
-        for lane in islice(self._free, 4 * few):
-            if len(lane.flight) < lane.view.b_limit:
-                chosen.append(lane)
-                if len(chosen) == few:
-                    break
-            else:
-                self._full.append(lane)
-        for lane in self._full:
-            del self._free[lane]
-        self._full.clear()
-        for lane in chosen:
-            del self._free[lane]
-            self._free[lane] = None
-        chosen.sort(key=_rank)
-        return chosen
+    def hopeless(self, w: Waiting, now: float) -> bool:
+        """Whether not even an empty replica would keep its limits now."""
+        if self.reach.keeps(w, now):
+            return False
+        if self.idle and self._idle_reach.keeps(w, now):
+            self.expired(1)  # an Idle one could: those to come shall have it
+        return True
 
     def engaged(self, lane: Lane) -> None:
         """A request was released to a replica."""
@@ -264,7 +239,7 @@ class Macro:
     def freed(self, lane: Lane) -> None:
         """A replica has credit again."""
         if lane.view.dispatchable:
-            self._free[lane] = None
+            self.line.freed(lane, inside=lane.rank < self.active)
         if not lane.background:
             self.background.discard(lane)
         if len(lane.flight) <= lane.background:
@@ -311,7 +286,3 @@ def _mean(models: list[LatencyModel]) -> LatencyModel:
         pi0=sum(m.pi0 for m in models) / n,
         pi1=sum(m.pi1 for m in models) / n,
     )
-
-
-def _rank(lane: Lane) -> int:
-    return lane.rank

@@ -35,7 +35,8 @@ class Plan:
 
     def renew(self, now: float) -> None:
         """Set the price and move requests between main and deferred accordingly."""
-        if not self.changed or now < self._next:
+        # A price is looked at again though nothing came: with what was given up it is gone.
+        if now < self._next or not (self.changed or self.price > 0):
             return
         self.changed = False
         expiry = self._queues.expiry

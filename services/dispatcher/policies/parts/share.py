@@ -1,8 +1,8 @@
 """Fairness between tenants: virtual token counters (Sheng et al., OSDI'24, "Fairness in Serving").
 
-A tenant's counter grows with the tokens served to it; of the tenants that wait the one with the
-smallest counter goes next. A tenant that was away starts no lower than the least of those here,
-so idleness is not saved up.
+A tenant's counter grows with the tokens served to it: those expected at a release, corrected at
+the answer's end. Of the tenants that wait the one with the smallest counter goes next. A tenant
+that was away starts no lower than the least of those here, so idleness is not saved up.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ class TokenShares:
     def __init__(self) -> None:
         self._counter: dict[str, float] = {}
         self._waiting: dict[str, int] = {}
+        self._era = 1  # counters are forgotten at its end
 
     def enter(self, tenant: str) -> None:
         """A request of the tenant waits."""
@@ -35,12 +36,22 @@ class TokenShares:
             self._waiting.pop(tenant, None)
             if not self._waiting:
                 self._counter.clear()
+                self._era += 1
 
-    def charge(self, tenant: str, prompt: float, output: float) -> None:
-        """Tokens were (or will be) served to the tenant."""
-        if tenant in self._counter or len(self._waiting) > 1:
-            tokens = PROMPT_WEIGHT * prompt + OUTPUT_WEIGHT * output
-            self._counter[tenant] = self._counter.get(tenant, 0.0) + tokens
+    def charge(self, tenant: str, prompt: float, output: float) -> int:
+        """Tokens will be served to the tenant. Returns what ``settle`` wants; 0: nothing."""
+        if tenant not in self._counter and len(self._waiting) <= 1:
+            return 0
+        self._add(tenant, PROMPT_WEIGHT * prompt + OUTPUT_WEIGHT * output)
+        return self._era
+
+    def settle(self, tenant: str, charged: int, prompt: float, output: float) -> None:
+        """The answer has ended: tokens served beyond those charged, below 0 if they were fewer."""
+        if charged == self._era:
+            self._add(tenant, PROMPT_WEIGHT * prompt + OUTPUT_WEIGHT * output)
+
+    def _add(self, tenant: str, tokens: float) -> None:
+        self._counter[tenant] = self._counter.get(tenant, 0.0) + tokens
 
     @property
     def several(self) -> bool:

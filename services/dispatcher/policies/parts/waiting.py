@@ -6,7 +6,7 @@ import math
 
 from services.dispatcher.policies.base import Request
 
-MAIN, DEFERRED, LATE, GONE = range(4)  # which queue it is in
+MAIN, DEFERRED, LATE, GONE, APART = range(5)  # which queue it is in
 CHUNK = 512  # prompt tokens that an engine takes in one step at most
 
 
@@ -16,6 +16,7 @@ class Waiting:
     __slots__ = (
         "arrived",
         "bound",
+        "charged",
         "chunks",
         "cost",
         "density",
@@ -54,6 +55,7 @@ class Waiting:
         self.kv = request.prompt_tokens + request.max_tokens
         self.place = GONE  # until it is queued
         self.late = False  # released although it cannot make it
+        self.charged = 0  # to its tenant's share; 0: it was not
         self.arrived = now
         self.prompt = request.prompt_tokens
         self.chunks = -(-request.prompt_tokens // CHUNK)  # engine steps that its prompt takes
@@ -63,11 +65,15 @@ class Waiting:
             request.deadline is None and request.ttft_deadline is None and request.tpot is None
         )
 
-    def due_after(self, first_token: float) -> float:
-        """By when its last token is due if its first one comes then; infinite without a SLO."""
-        tpot = self.request.tpot
-        if tpot is not None and self.output > 1:
-            return min(self.due, first_token + tpot * (self.output - 1))
+    def due_after(self, first: float, end: float) -> float:
+        """By when its last token is due if its first one comes at ``first``; infinite: no limit.
+
+        ``end``: as predicted, a step for each token. Between the first and the last one there is a
+        step less, and that is what a limit on the time per token is about.
+        """
+        tpot, output = self.request.tpot, self.output
+        if tpot is not None and output > 1:
+            return min(self.due, first + tpot * (output - 1) + (end - first) / output)
         return self.due
 
     def met(self, first: float, end: float, margin: float) -> bool:
@@ -75,7 +81,7 @@ class Waiting:
         ttft = self.request.ttft_deadline
         if ttft is not None and first + margin > ttft:
             return False
-        return end + margin <= self.due_after(first)
+        return end + margin <= self.due_after(first, end)
 
 
 Item = tuple[float, float, int, Waiting]  # of a heap: two keys, order of entry, the request
