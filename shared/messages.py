@@ -139,11 +139,12 @@ class Failed(Message, frozen=True, kw_only=True, tag="failed", omit_defaults=Tru
 
 
 class Lost(Message, frozen=True, kw_only=True, tag="lost", omit_defaults=True):
-    """The replica that held the request died; its gateway decides how to go on."""
+    """The replica that held the request has it no more; its gateway decides how to go on."""
 
     id: str
     attempt: int
     replica: str
+    preempted: bool = False  # taken back by the policy; False: the replica died
 
 
 Reply = StepReply | Failed | Lost

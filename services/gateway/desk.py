@@ -113,7 +113,10 @@ class Desk:
                 choice.answer.fail(errors.from_failed(reply))
         elif isinstance(reply, Lost):
             choice = self._current(reply.id, reply.attempt)
-            if choice is not None:
+            if choice is not None and reply.preempted:
+                log.info("request %s was taken back from %s; it goes on", choice.id, reply.replica)
+                self.resubmit(choice)
+            elif choice is not None:
                 self._lost(choice, reply.replica)
 
     def _current(self, id: str, attempt: int) -> Choice | None:

@@ -74,6 +74,25 @@ async def test_a_request_lost_three_times_is_a_dead_letter_and_a_clear_error(ser
     await until(letter, "the dead letter")
 
 
+async def test_a_request_that_is_taken_back_often_is_not_given_up(served: Served):
+    """A policy's preemptions are nobody's death: they are not counted as lost."""
+
+    def reply(request):
+        if request.attempt > 5:
+            return None
+        said = len(request.generated)
+        output = served.answerer.output(request, said, tokens_of("Hello")[said : said + 1])
+        back = Lost(id=request.id, attempt=request.attempt, replica="r0", preempted=True)
+        return [output, back]
+
+    served.answerer.reply = reply
+    response = await served.chat()
+    assert response.json()["choices"][0]["message"]["content"] == "Hello there!"
+    assert [g.attempt for g in served.answerer.seen] == [1, 2, 3, 4, 5, 6]
+    lost = [x for x in (await served.http.get("/metrics")).text.splitlines() if "_lost" in x]
+    assert [x for x in lost if not x.startswith("#") and not x.endswith(" 0.0")] == []
+
+
 async def test_a_stream_that_breaks_ends_with_an_error_frame_and_the_client_raises(served):
     loses_first(served, 5)
     stream = await served.openai.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
