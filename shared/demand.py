@@ -6,12 +6,15 @@ that a reader never trusts an old one; without it they count finished requests t
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 from redis.asyncio import Redis
 
 from shared import names
 
 TTL_MS = 10_000
+RETRY_MAX = 600.0  # seconds; what a queue does later nobody can say
 
 
 class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +28,7 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
     limited_prompt: float = 0.0  # mean lengths of the requests under that tau; 0: as of all
     limited_output: float = 0.0
     wait_p95: float = 0.0  # q-hat: p95 of the wait of released requests
+    released: float = 0.0  # requests that left the queue for replicas, of late
 
     @property
     def budget(self) -> float | None:
@@ -32,6 +36,16 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
         if self.slo is None:
             return None
         return max(self.slo - self.wait_p95, self.slo / 2)
+
+
+def drain_seconds(waiting: int, rate: float, unknown: float) -> float:
+    """Whole seconds, 1 to RETRY_MAX, in which a queue empties at ``rate`` requests a second.
+
+    ``unknown`` while nothing leaves it.
+    """
+    if rate <= 0:
+        return unknown
+    return float(max(1, math.ceil(min(RETRY_MAX, waiting / rate))))
 
 
 async def write(redis: Redis, model: str, demand: ModelDemand) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -71,6 +72,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Mapping[str, Mapping[str, str]] = {}  # model -> replica -> state, live ones only
 
     answering: frozenset[str] = frozenset()  # models with a replica that can answer
+    released: Mapping[str, float] = {}  # model -> requests a second that leave its queue, of late
 
     def alive(self, model: str) -> bool:
         """Whether a replica of the model can answer or will without anybody's doing."""
@@ -141,15 +143,19 @@ class Catalogue:
             for name in replicas:
                 pipe.hmget(names.replica(name), "model", "state")
                 pipe.exists(names.replica_alive(name))
-            found = await pipe.execute() if models or adapters or replicas else []
-            served, unusable = await self._models(found[: len(models)])
-            live = _replicas(replicas, found[len(models) + len(adapters) :])
+            for name in models:
+                pipe.hget(names.demand(name), "released")
+            found = iter(await pipe.execute() if models or adapters or replicas else ())
+            served, unusable = await self._models(list(islice(found, len(models))))
+            known = _adapters(list(islice(found, len(adapters))))
+            live = _replicas(replicas, list(islice(found, 2 * len(replicas))))
             self.now = Snapshot(
                 models=served,
                 unusable=unusable,
-                adapters=_adapters(found[len(models) : len(models) + len(adapters)]),
+                adapters=known,
                 replicas=live,
                 answering=frozenset(m for m, r in live.items() if ANSWERING & set(r.values())),
+                released={m: float(raw or 0) for m, raw in zip(models, found, strict=True)},
             )
 
     async def _models(

@@ -18,6 +18,7 @@ from services.gateway.answer import Choice
 from services.gateway.errors import ApiError, overloaded, unavailable
 from shared import names
 from shared.control import send_command
+from shared.demand import drain_seconds
 from shared.entries import FIELDS, request_values
 from shared.messages import Cancel, Generate
 from shared.redis_client import TRANSIENT
@@ -56,7 +57,8 @@ _Group = tuple[list[Choice], list[Argument]]  # an answer's choices, and what is
 
 class Outbox:
     """Collects and sends. ``on_unknown`` is called when Redis went away during a round trip:
-    nobody knows then what arrived."""
+    nobody knows then what arrived. ``released`` tells how many requests a second leave a model's
+    queue; ``retry_after`` (seconds) is named while that is not known."""
 
     def __init__(
         self,
@@ -64,11 +66,12 @@ class Outbox:
         *,
         queue_limit: int,
         retry_after: float,
+        released: Callable[[str], float],
         on_refused: Callable[[], None],
         on_unknown: Callable[[], None],
     ) -> None:
         self._redis = redis
-        self._limit, self._retry_after = str(queue_limit), retry_after
+        self._limit, self._retry_after, self._released = queue_limit, retry_after, released
         self._on_refused, self._on_unknown = on_refused, on_unknown
         self._new: dict[str, list[_Group]] = {}  # model -> answers
         self._again: dict[str, list[Generate]] = {}  # model -> continuations
@@ -137,7 +140,7 @@ class Outbox:
         pipe = self._redis.pipeline(transaction=False)
         for model, groups in new.items():
             arguments = [argument for _, own in groups for argument in own]
-            pipe.eval(_ADD, 1, names.requests(model), self._limit, _PER_ENTRY, *arguments)
+            pipe.eval(_ADD, 1, names.requests(model), str(self._limit), _PER_ENTRY, *arguments)
         for model, requests in again.items():
             pipe.eval(_ADD, 1, names.requests(model), *_continuations(requests))
         for model, request in cancels:
@@ -155,7 +158,7 @@ class Outbox:
 
     def _settle(self, new: dict[str, list[_Group]], results: list[Any]) -> None:
         """Tell the answers that were refused; an error reply refuses a model's all."""
-        for groups, result in zip(new.values(), results, strict=False):
+        for (model, groups), result in zip(new.items(), results, strict=False):
             if isinstance(result, Exception):
                 for choices, _ in groups:
                     _fail(choices, self._refusal(result))
@@ -163,7 +166,8 @@ class Outbox:
             for (choices, _), added in zip(groups, result, strict=True):
                 if not added:
                     self._on_refused()
-                    _fail(choices, overloaded("the queue is full", self._retry_after))
+                    wait = drain_seconds(self._limit, self._released(model), self._retry_after)
+                    _fail(choices, overloaded("the queue is full", wait))
         for result in results[len(new) :]:
             if isinstance(result, Exception):
                 log.error("Redis refused a command: %s", result)

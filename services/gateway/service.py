@@ -63,6 +63,7 @@ class Gateway:
             self.redis,
             queue_limit=settings.queue_limit,
             retry_after=settings.retry_after,
+            released=lambda model: self.catalogue.now.released.get(model, 0.0),
             on_refused=lambda: self.metrics.rejected("queue_full"),
             on_unknown=self._redis_is_away,
         )

@@ -81,7 +81,11 @@ class GatewaySettings(settings.Settings):
     stale_after: float = Field(
         30.0, gt=0, description="Seconds without progress after which a request is looked for"
     )
-    retry_after: float = Field(2.0, gt=0, description="Seconds named with a 503")
+    retry_after: float = Field(
+        2.0,
+        gt=0,
+        description="Seconds named with a 503; with a full queue rather what it takes to empty",
+    )
 
     limits: LimitSettings = Field(LimitSettings(), description="Of a tenant not named below")
     tenants: dict[str, TenantSettings] = Field({}, description="By tenant")

@@ -8,7 +8,8 @@ import json
 import openai
 import pytest
 
-from shared import names
+from shared import demand, names
+from shared.demand import ModelDemand
 from tests.gateway.conftest import MODEL, Served
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -224,6 +225,19 @@ async def test_a_full_queue_is_503_with_retry_after_and_the_client_does_not_repe
             await patient.chat.completions.create(model=MODEL, messages=HELLO)
         served.answerer.hold.set()
         assert [r.status_code for r in await asyncio.gather(*waiting)] == [200] * 3
+
+
+@pytest.mark.parametrize(
+    ("released", "named"), [(0.2, "15"), (2.0, "2"), (50.0, "1"), (0.0, "7"), (None, "7")]
+)
+async def test_a_full_queue_names_the_time_in_which_it_empties(start, redis, released, named):
+    """As the dispatcher tells how fast; what is configured while it does not know."""
+    if released is not None:
+        await demand.write(redis, MODEL, ModelDemand(rate=9.0, released=released))
+    async with start(queue_limit=3, retry_after=7) as served:
+        response = await served.chat(n=4)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == named
 
 
 async def test_the_choices_of_one_request_are_queued_together_or_not_at_all(start, redis):
