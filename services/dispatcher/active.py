@@ -18,30 +18,29 @@ from functools import partial
 
 from services.dispatcher.counters import Counters
 from services.dispatcher.desk import Desk
-from services.dispatcher.entries import Entry, key_of
+from services.dispatcher.entries import Entry
 from services.dispatcher.housekeeping import Housekeeping
 from services.dispatcher.intake import Intake
 from services.dispatcher.outbox import Outbox
 from services.dispatcher.policies.base import (
     Action,
-    Completion,
     Preempt,
     Promote,
     Release,
     ReplicaView,
     Shed,
-    StepSeen,
     Suspend,
 )
 from services.dispatcher.policies.registry import create
-from services.dispatcher.recovery import batches_of, reap
+from services.dispatcher.recovery import Released, batches_of, declare_dead, reap
 from services.dispatcher.settings import DispatcherSettings
-from services.dispatcher.signals import Signals
+from services.dispatcher.signals import Signals, completions_of, step_of
 from services.dispatcher.watch import ReplicaWatch, Round, Trust, view_of
 from shared import demand
 from shared.leader import Acting
 from shared.messages import StepSample
-from shared.replica_state import Refused, State, event, move
+from shared.records import ReplicaRecord
+from shared.replica_state import event
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +62,7 @@ class Active:
         self.desks: dict[str, Desk] = {}
         self._model_of: dict[str, str] = {}  # replica -> model
         self._incarnation: dict[str, str] = {}
+        self._entered: dict[str, str] = {}  # replica -> incarnation whose stream has been read
         self._inbox: deque[Event] = deque()
         self._wake, self._look = asyncio.Event(), asyncio.Event()
         self._drained = asyncio.Event()
@@ -95,18 +95,10 @@ class Active:
     async def _recover(self) -> None:
         """Books from Redis: replicas, what is in flight on them, what an earlier one left."""
         await self._signals.start_now()
-        await self._apply(await self._watch.look())
-        now = self._now()
-        self._drain_inbox(now)
-        oldest: int | None = None
-        for replica, model in self._model_of.items():
-            for batch in await batches_of(self._redis, replica):
-                desk = self.desks[model]
-                desk.restore(replica, list(batch.entries), batch.released, now)
-                milliseconds = int(batch.stream_id.split(b"-")[0])
-                oldest = milliseconds if oldest is None else min(oldest, milliseconds)
-        if oldest is not None:
-            self._signals.start_at(oldest)
+        found = await self._apply(await self._watch.look())
+        self._drain_inbox(self._now())
+        if found:
+            self._signals.start_at(min(int(b.stream_id.split(b"-")[0]) for b in found))
         claimed = await self._intake.recover()
         self._counters.recovered.inc(claimed)
         self._acting.alive()
@@ -137,7 +129,9 @@ class Active:
                 async with asyncio.timeout(WATCH_SECONDS):
                     await self._look.wait()
             self._look.clear()
-            await self._apply(await self._watch.look())
+            found = await self._apply(await self._watch.look())
+            for batch in found:  # samples that told of them may have gone by
+                self._housekeeping.suspect(batch.replica)
 
     async def _keep_house(self) -> None:
         for turn in itertools.count():
@@ -148,10 +142,13 @@ class Active:
             self._counters.recovered.inc(claimed)
             for report in await self._housekeeping.round(self.desks):
                 self._post(report)
-            for model, desk in self.desks.items():
-                self._counters.queued.labels(model).set(len(desk.waiting))
-                self._counters.in_flight.labels(model).set(len(desk.flying))
-                await demand.write(self._redis, model, desk.demand.summary(self._now()))
+            await self._tell_demand()
+
+    async def _tell_demand(self) -> None:
+        for model, desk in list(self.desks.items()):  # a further one may open meanwhile
+            self._counters.queued.labels(model).set(len(desk.waiting))
+            self._counters.in_flight.labels(model).set(len(desk.flying))
+            await demand.write(self._redis, model, desk.demand.summary(self._now()))
 
     async def _room(self) -> None:
         """Pause a reader while the loop is behind."""
@@ -184,53 +181,50 @@ class Active:
         if model is None or sample.incarnation != self._incarnation[sample.replica]:
             return
         desk = self.desks[model]
-        for done in sample.finished:
-            desk.finish(
-                Completion(
-                    id=key_of(done.id, done.attempt),
-                    replica=sample.replica,
-                    output_tokens=done.output_tokens,
-                    reason=done.reason,
-                ),
-                now,
-            )
-        desk.policy.on_step(
-            StepSeen(
-                replica=sample.replica,
-                seconds=sample.seconds,
-                steps=sample.steps,
-                b=sample.b,
-                B=sample.B,
-                prefill_tokens=sample.prefill_tokens,
-                decode_tokens=sample.decode_tokens,
-                waiting=sample.waiting,
-                kv_used=sample.kv_used,
-            ),
-            now,
-        )
+        for completion in completions_of(sample):
+            desk.finish(completion, now)
+        desk.policy.on_step(step_of(sample), now)
 
     # ------------------------------------------------------------ replicas
 
-    async def _apply(self, seen: Round) -> None:
-        """Take over what a look at the replicas brought."""
+    async def _apply(self, seen: Round) -> list[Released]:
+        """Take over what a look at the replicas brought; returns what lay in streams already."""
+        found: list[Released] = []
         for model in {*seen.models, *(r.model for r in seen.seen)} - set(self.desks):
             await self._open(model)
         for model, replica in seen.gone:
+            self._entered.pop(replica, None)
             if replica in self._model_of:
                 self._post(partial(self._gone, model, replica))
         for record in seen.seen:
+            own = await self._enter(record)
             view = view_of(record)
-            self._post(partial(self._see, record.model, view, record.incarnation))
+            self._post(partial(self._see, record.model, view, record.incarnation, own))
+            found += own
         for death in seen.dead:
             await self._bury_replica(death.replica, death.incarnation)
         for replica, incarnation in seen.stale:
             lost = await reap(self._redis, self._lease, replica, incarnation)
             if lost:
                 await self._tell_lost(replica, lost, "an earlier life's")
+        return found
 
-    def _see(self, model: str, view: ReplicaView, incarnation: str, now: float) -> None:
+    async def _enter(self, record: ReplicaRecord) -> list[Released]:
+        """What lies in the stream of a replica that is seen for the first time."""
+        if self._entered.get(record.id) == record.incarnation:
+            return []
+        found = await batches_of(self._redis, record.id)
+        self._entered[record.id] = record.incarnation
+        return [b for b in found if b.incarnation == record.incarnation]  # others are given back
+
+    def _see(
+        self, model: str, view: ReplicaView, incarnation: str, own: list[Released], now: float
+    ) -> None:
         self._model_of[view.id], self._incarnation[view.id] = model, incarnation
-        self.desks[model].see(view, now)
+        desk = self.desks[model]
+        desk.see(view, now)
+        for batch in own:
+            desk.restore(view.id, list(batch.entries), batch.released, now)
 
     def _gone(self, model: str, replica: str, now: float) -> None:
         self._model_of.pop(replica, None)
@@ -246,21 +240,9 @@ class Active:
 
     async def _bury_replica(self, replica: str, incarnation: str) -> None:
         """Declare dead, then give back what it had."""
-        try:
-            await move(
-                self._redis,
-                replica,
-                State.DEAD,
-                by="dispatcher",
-                why="heartbeat lost",
-                incarnation=incarnation,
-            )
-        except Refused as e:
-            log.info("not declared dead: %s", e)
-            return
-        log.warning("%s is dead: its heartbeat is lost", replica)
-        lost = await reap(self._redis, self._lease, replica)
-        await self._tell_lost(replica, lost, "heartbeat lost")
+        if await declare_dead(self._redis, replica, incarnation):
+            lost = await reap(self._redis, self._lease, replica)
+            await self._tell_lost(replica, lost, "heartbeat lost")
 
     async def _tell_lost(self, replica: str, requests: int, why: str) -> None:
         self._counters.lost.inc(requests)
@@ -280,6 +262,7 @@ class Active:
         self._drain_inbox(now)
         started = time.perf_counter()
         for desk in self.desks.values():
+            desk.refuse_misfits(now)
             for action in desk.policy.decide(now):
                 self._act(desk, action, now)
         self._counters.decision.observe(time.perf_counter() - started)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from services.dispatcher.outflow import Outflow
 from services.dispatcher.policies.base import Request
 from shared.demand import ModelDemand
 
@@ -23,6 +24,7 @@ class DemandMeter:
     """Books of one model. Times in Redis seconds, lengths in tokens."""
 
     def __init__(self) -> None:
+        self.outflow = Outflow()  # of what has reached a replica's stream
         self._bins: dict[int, int] = {}
         # (time, end-to-end limit, TPOT, prompt tokens) of recent requests
         self._slos: deque[tuple[float, float | None, float | None, int]] = deque(maxlen=2000)
@@ -82,6 +84,7 @@ class DemandMeter:
             limited_prompt=sum(prompts) / len(prompts) if prompts else 0.0,
             limited_output=0.0 if slo is None else self._output_under.get(slo, 0.0),
             wait_p95=waits[int(0.95 * (len(waits) - 1))] if waits else 0.0,
+            released=self.outflow.rate(now),
         )
 
     def _forget(self, now: float) -> None:

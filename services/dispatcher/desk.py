@@ -8,31 +8,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-import msgspec
-
 from services.dispatcher.credit import CreditClock
 from services.dispatcher.demand_meter import DemandMeter
-from services.dispatcher.entries import Entry, id_of
-from services.dispatcher.policies.base import Completion, Policy, ReplicaView, Request
+from services.dispatcher.entries import Entry, Flight, Refusal, id_of, misfit, overload
+from services.dispatcher.policies.base import Completion, Policy, ReplicaView
 from services.dispatcher.recalls import Outcome, Recalls, outcome_of
-from shared.messages import Failed, Lost
+from services.dispatcher.remembered import Remembered
+from services.dispatcher.room import lacking
+from shared.demand import drain_seconds
+from shared.messages import Lost
 
 log = logging.getLogger(__name__)
 
-
-class Flight(msgspec.Struct, frozen=True):
-    """A released request."""
-
-    entry: Entry
-    replica: str
-    released: float
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """A queued request that ends here; ``reply`` None: nobody waits for it."""
-
-    entry: Entry
-    reply: Failed | Lost | None
+CANCELS_MAX = 10_000  # cancelled ids that are kept for requests that are read after their cancel
+FLUSH_SECONDS = 1.0  # from the decision to the replica's stream a release takes less than this
+RETRY_SECONDS = 1.0  # named with a refusal while nothing has been released
 
 
 class Desk:
@@ -49,6 +39,8 @@ class Desk:
         self._keys: dict[str, set[str]] = {}  # request id -> keys of its attempts
         self.replicas: dict[str, ReplicaView] = {}
         self._recalls = Recalls()
+        self._cancelled = Remembered(CANCELS_MAX)
+        self._room_changed = False
         self.refusals: list[Refusal] = []
         self.cancels: list[tuple[str, str]] = []  # (replica, request id) to forward
 
@@ -56,21 +48,35 @@ class Desk:
 
     def arrive(self, entry: Entry, now: float) -> None:
         """A request was read (or claimed from an earlier dispatcher)."""
+        here = self._held(entry.key)
+        if here is not None and here.stream_id == entry.stream_id:
+            return  # read again by a claim
         if entry.taken_from:
             self._copy_came(entry, now)
-            return
-        if entry.key in self.waiting or entry.key in self.flying:
+        elif here is not None:
             self.refusals.append(Refusal(entry, None))  # a second copy: one of them is enough
             log.warning("request %s came twice: the second copy is dropped", entry.key)
-            return
-        for key in list(self._keys.get(entry.id, ())):
-            self._supersede(key, entry, now)
-        misfit = self.misfit(entry.request)
-        if misfit is not None:
-            self.refuse(entry, 400, "context_length_exceeded", misfit, "invalid_request_error")
-        elif len(self.waiting) >= self._queue_max:
+        elif entry.id in self._cancelled:
+            self.refusals.append(Refusal(entry, None))  # its cancel was read first
+        else:
+            for key in list(self._keys.get(entry.id, ())):
+                self._supersede(key, entry, now)
+            self._admit(entry, now)
+
+    def _held(self, key: str) -> Entry | None:
+        flight = self.flying.get(key)
+        return self.waiting.get(key) if flight is None else flight.entry
+
+    def _admit(self, entry: Entry, now: float) -> None:
+        """Queue it, unless nobody carries it or the queue is full (continuations are let in)."""
+        why = lacking(self.model, self.replicas.values(), entry.request)
+        if why is not None:
+            self.refusals.append(misfit(entry, why))
+        elif entry.attempt == 1 and len(self.waiting) >= self._queue_max:
             why = f"the queue of {self.model!r} is full ({self._queue_max} requests)"
-            self.refuse(entry, 503, "server_is_overloaded", why, retry_after=1.0)
+            rate = self.demand.outflow.rate(now)
+            wait = drain_seconds(len(self.waiting), rate, RETRY_SECONDS)
+            self.refusals.append(overload(entry, why, wait))
         else:
             self.demand.arrived(entry.request, now)
             self._queue(entry, now)
@@ -96,48 +102,12 @@ class Desk:
         elif (flight := self.flying.get(key)) is not None and flight.entry.attempt < entry.attempt:
             log.info("%s supersedes %s, which ran on %s", entry.key, key, flight.replica)
 
-    def misfit(self, request: Request) -> str | None:
-        """Why no replica could ever serve this request; None when one can, or none is known."""
-        known = [v for v in self.replicas.values() if v.context > 0 or v.kv_total > 0]
-        if not known or len(known) < len(self.replicas):
-            return None
-        need = request.prompt_tokens + request.max_tokens
-        room = max(min(v.context or need, v.kv_total or need) for v in known)
-        if need <= room:
-            return None
-        return (
-            f"{request.prompt_tokens} prompt tokens + max_tokens {request.max_tokens} need "
-            f"{need} tokens; the replicas of {self.model!r} carry at most {room} a request"
-        )
-
-    def refuse(
-        self,
-        entry: Entry,
-        status: int,
-        code: str,
-        message: str,
-        kind: str = "service_unavailable_error",
-        *,
-        retry_after: float | None = None,
-    ) -> None:
-        """End a request that is not queued (any more) with an error."""
-        failed = Failed(
-            id=entry.id,
-            attempt=entry.attempt,
-            status=status,
-            code=code,
-            message=message,
-            type=kind,
-            retry_after=retry_after,
-        )
-        self.refusals.append(Refusal(entry, failed))
-
     def shed(self, key: str, reason: str, retry_after: float) -> None:
         """The policy refuses a queued request."""
         entry = self.waiting.get(key)
         if entry is not None:
             self._forget(key)
-            self.refuse(entry, 503, "server_is_overloaded", reason, retry_after=retry_after)
+            self.refusals.append(overload(entry, reason, retry_after))
 
     # ------------------------------------------------------------ release and completion
 
@@ -169,7 +139,7 @@ class Desk:
             if self._land(entry.key, now) is None:
                 continue
             self.policy.on_completion(_ended(entry.key, replica, "failed"), now)
-            self._queue(entry, now)
+            self._queue(entry.again(), now)
 
     def vanished(self, entries: Iterable[Entry], replica: str, now: float) -> None:
         """Entries that Redis no longer holds: their gateway will send them again."""
@@ -219,28 +189,39 @@ class Desk:
 
     def _resolve(self, entry: Entry, outcome: Outcome, now: float) -> None:
         if outcome is Outcome.QUEUE:
-            self._queue(entry, now)
+            self._queue(entry.again(), now)
         elif outcome is Outcome.DROP:
             self.refusals.append(Refusal(entry, None))
         else:
-            lost = Lost(id=entry.id, attempt=entry.attempt, replica=entry.taken_from)
+            replica = entry.taken_from
+            lost = Lost(id=entry.id, attempt=entry.attempt, replica=replica, preempted=True)
             self.refusals.append(Refusal(entry, lost))
 
     # ------------------------------------------------------------ corrections
 
     def reconcile(self, replica: str, present: set[str], asked: float, now: float) -> int:
-        """Compare with a replica's stream as it was at ``asked``; returns how many had left."""
+        """Compare with a replica's stream as it was at ``asked``; returns how many had left.
+
+        What was released just before may not have been in the stream yet: see ``comparable``.
+        """
+        before = asked - FLUSH_SECONDS
         gone = [
             key
             for key, flight in self.flying.items()
-            if flight.replica == replica and flight.released < asked and key not in present
+            if flight.replica == replica and flight.released < before and key not in present
         ]
         for key in gone:
             self.finish(_ended(key, replica, "lost"), now)
         return len(gone)
 
+    def comparable(self, replica: str, asked: float) -> bool:
+        """Whether all that is in flight there must have been in its stream at ``asked``."""
+        before = asked - FLUSH_SECONDS
+        return all(f.released < before for f in self.flying.values() if f.replica == replica)
+
     def cancel(self, request_id: str, now: float) -> None:
-        """Its client is gone: drop it if it waits, tell the replica if it runs."""
+        """Its client is gone: drop what waits and what is still to come, tell the replica."""
+        self._cancelled.add(request_id)
         for key in list(self._keys.get(request_id, ())):
             entry = self.waiting.get(key)
             if entry is not None:
@@ -254,10 +235,9 @@ class Desk:
 
     def drop_gateway(self, gateway: str, now: float) -> None:
         """Nobody waits for the requests of this gateway any more."""
-        for entry in [e for e in self.waiting.values() if e.gateway == gateway]:
-            self.cancel(entry.id, now)
-        for flight in [f for f in self.flying.values() if f.entry.gateway == gateway]:
-            self.cancels.append((flight.replica, flight.entry.id))
+        held = [*self.waiting.values(), *(flight.entry for flight in self.flying.values())]
+        for request_id in dict.fromkeys(e.id for e in held if e.gateway == gateway):
+            self.cancel(request_id, now)
 
     def _forget(self, key: str) -> None:
         self.waiting.pop(key, None)
@@ -278,15 +258,19 @@ class Desk:
         self._credit.see(view, now)
         self.policy.on_replica(view, now)
         if before is None or (before.context, before.kv_total) != (view.context, view.kv_total):
-            self._refuse_misfits(now)
+            self._room_changed = True
 
-    def _refuse_misfits(self, now: float) -> None:
+    def refuse_misfits(self, now: float) -> None:
+        """Called once all that happened is entered: a replica that comes back is not missed."""
+        if not self._room_changed:
+            return
+        self._room_changed = False
         for entry in list(self.waiting.values()):
-            misfit = self.misfit(entry.request)
-            if misfit is not None:
+            why = lacking(self.model, self.replicas.values(), entry.request)
+            if why is not None:
                 self.policy.on_cancel(entry.key, now)
                 self._forget(entry.key)
-                self.refuse(entry, 400, "context_length_exceeded", misfit, "invalid_request_error")
+                self.refusals.append(misfit(entry, why))
 
     def gone(self, replica: str, now: float) -> None:
         """A replica died, stopped or came back as another incarnation."""
@@ -298,6 +282,7 @@ class Desk:
             if key in self._recalls:  # its gateway is told by the one who buries the replica
                 self._recall_ended(key, Outcome.DROP, now)
         self._credit.gone(replica, now)
+        self._room_changed = True
 
     def restore(self, replica: str, entries: list[Entry], released: float, now: float) -> None:
         """After a restart: these lie in the replica's stream already."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from services.dispatcher.policies.base import Request
-from shared.messages import BODY, Generate
+from shared.messages import BODY, Failed, Generate, Lost
 
 
 class BadEntry(ValueError):
@@ -30,6 +31,56 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         return self.request.id
 
+    def again(self) -> Entry:
+        """As it is queued once more: how old it is says nothing of its way here."""
+        return replace(self, request=replace(self.request, fresh=False))
+
+
+class Flight(msgspec.Struct, frozen=True):
+    """A released request. ``released`` in Redis seconds."""
+
+    entry: Entry
+    replica: str
+    released: float
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A queued request that ends here; ``reply`` None: nobody waits for it."""
+
+    entry: Entry
+    reply: Failed | Lost | None
+
+
+def misfit(entry: Entry, why: str) -> Refusal:
+    """No replica carries it."""
+    return Refusal(
+        entry,
+        Failed(
+            id=entry.id,
+            attempt=entry.attempt,
+            status=400,
+            code="context_length_exceeded",
+            message=why,
+            type="invalid_request_error",
+        ),
+    )
+
+
+def overload(entry: Entry, why: str, retry_after: float) -> Refusal:
+    """Too much is asked; ``retry_after`` in seconds."""
+    return Refusal(
+        entry,
+        Failed(
+            id=entry.id,
+            attempt=entry.attempt,
+            status=503,
+            code="server_is_overloaded",
+            message=why,
+            type="service_unavailable_error",
+            retry_after=retry_after,
+        ),
+    )
+
 
 def key_of(request_id: str, attempt: int) -> str:
     """What policies call a request: an attempt of it, so that a late old one is another."""
@@ -40,8 +91,13 @@ def id_of(key: str) -> str:
     return key.rpartition("/")[0]
 
 
-def parse(stream_id: bytes, fields: Mapping[bytes, bytes], queued: float) -> Entry:
-    """Raises BadEntry on a field that is missing or no number."""
+def parse(
+    stream_id: bytes, fields: Mapping[bytes, bytes], queued: float, *, fresh: bool = True
+) -> Entry:
+    """``fresh``: it comes straight from its gateway, nobody has kept it waiting.
+
+    Raises BadEntry on a field that is missing or no number.
+    """
     try:
         number = _Numbers(fields)
         request_id, attempt = fields[b"id"].decode(), int(fields.get(b"attempt", b"1"))
@@ -62,6 +118,7 @@ def parse(stream_id: bytes, fields: Mapping[bytes, bytes], queued: float) -> Ent
             deadline=number(b"deadline"),
             ttft_ms=number(b"ttft_ms"),
             tpot_ms=number(b"tpot_ms"),
+            fresh=fresh,
         )
         if request.prompt_tokens < 0 or request.max_tokens < 1:
             raise BadEntry("prompt_tokens or max_tokens is out of range")
@@ -96,6 +153,7 @@ def _request(
     deadline: float | None,
     ttft_ms: float | None,
     tpot_ms: float | None,
+    fresh: bool = True,
 ) -> Request:
     """What a policy sees: tokens that were ``generated`` and delivered already count as prompt."""
     return Request(
@@ -111,6 +169,7 @@ def _request(
         ttft_deadline=None if ttft_ms is None else arrival + ttft_ms / 1e3,
         tpot=None if tpot_ms is None else tpot_ms / 1e3,
         attempt=attempt,
+        fresh=fresh,
     )
 
 

@@ -51,12 +51,16 @@ class Housekeeping:
         self._sequences[key] = sample.seq
         if last is None or sample.seq <= last + 1:
             return True
-        self._suspects.add(sample.replica)
+        self.suspect(sample.replica)
         return False
 
+    def suspect(self, replica: str) -> None:
+        """Completions there may have gone by: compare the books with its stream."""
+        self._suspects.add(replica)
+
     async def round(self, desks: Mapping[str, Desk]) -> list[Report]:
-        reports = await self._reconcile(desks.values())
-        return reports + await self._gateways(desks.values())
+        now_open = list(desks.values())  # a further one may open meanwhile
+        return await self._reconcile(now_open) + await self._gateways(now_open)
 
     # ------------------------------------------------------------ completions
 
@@ -69,7 +73,7 @@ class Housekeeping:
                 asked = self._clock()
                 present = await keys_in(self._redis, replica)
                 reports.append(self._comparison(desk, replica, present, asked))
-                if not present:
+                if not present and desk.comparable(replica, asked):
                     self._suspects.discard(replica)
         return reports
 

@@ -6,7 +6,7 @@ What cannot be understood goes to dead-letters, and its gateway is told if it ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -28,7 +28,10 @@ FORGET_CONSUMER_MS = 60_000  # idle time after which a consumer without pending 
 
 
 class Intake:
-    """``on_request(model, entry)`` and ``on_cancel(model, request id)`` are called for each."""
+    """``on_request(model, entry)`` and ``on_cancel(model, request id)`` are called for each.
+
+    A request that lay in its stream when this run began, or with another consumer, is not fresh.
+    """
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Intake:
         self._consumer, self._count = lease.holder, count
         self._on_request, self._on_cancel = on_request, on_cancel
         self._streams: dict[bytes, tuple[str, bool]] = {}  # name -> (model, is control)
+        self._began = 0  # milliseconds of Redis time
 
     async def add(self, model: str) -> None:
         """Serve a model from now on."""
@@ -70,11 +74,12 @@ class Intake:
                 await self._commands(stream, model, entries)
             else:
                 for entry_id, fields in entries:
-                    await self._request(stream, model, entry_id, fields, now)
+                    fresh = _order(entry_id)[0] >= self._began
+                    await self._request(stream, model, entry_id, fields, now, fresh=fresh)
 
     async def recover(self) -> int:
         """Take what this consumer had pending when its last run ended, then what others have."""
-        taken = 0
+        taken, self._began = 0, int(self._clock() * 1e3)
         for stream in list(self._streams):
             taken += await self._history(stream, "0", None)
         return taken + await self.claim()
@@ -112,13 +117,17 @@ class Intake:
             await self._redis.xclaim(
                 stream, names.GROUP_DISPATCHER, self._consumer, 0, ids, justid=True
             )
-            last = int(ids[0].split(b"-")[0]), int(ids[0].split(b"-")[1])
-            before = f"{last[0]}-{last[1] - 1}" if last[1] else f"{last[0] - 1}"
-            taken += await self._history(stream, before, ids[-1])
+            time, number = _order(ids[0])
+            before = f"{time}-{number - 1}" if number else f"{time - 1}"
+            taken += await self._history(stream, before, ids)
 
-    async def _history(self, stream: bytes, after: str, last: bytes | None) -> int:
-        """Entries that are pending with this consumer, after one id up to another (or all)."""
-        wanted, taken = None if last is None else _order(last), 0
+    async def _history(self, stream: bytes, after: str, ids: Sequence[bytes] | None) -> int:
+        """Entries that are pending with this consumer, after one id: these, in order, or all.
+
+        What it had before lies between those that it claimed, and is on its desk already.
+        """
+        wanted, taken = None if ids is None else frozenset(ids), 0
+        last = None if ids is None else _order(ids[-1])
         while True:
             reply = await self._redis.xreadgroup(
                 names.GROUP_DISPATCHER, self._consumer, {stream: after}, count=self._count
@@ -127,10 +136,11 @@ class Intake:
             if not entries:
                 return taken
             for entry_id, fields in entries:
-                if wanted is not None and _order(entry_id) > wanted:
+                if last is not None and _order(entry_id) > last:
                     return taken
-                await self._one(stream, entry_id, fields)
-                taken += 1
+                if wanted is None or entry_id in wanted:
+                    await self._one(stream, entry_id, fields)
+                    taken += 1
             after = entries[-1][0].decode()
 
     async def _one(self, stream: bytes, entry_id: bytes, fields: Any) -> None:
@@ -140,13 +150,20 @@ class Intake:
         elif is_control:
             await self._commands(stream, model, [(entry_id, fields)])
         else:
-            await self._request(stream, model, entry_id, fields, self._clock())
+            await self._request(stream, model, entry_id, fields, self._clock(), fresh=False)
 
     async def _request(
-        self, stream: bytes, model: str, entry_id: bytes, fields: Fields, now: float
+        self,
+        stream: bytes,
+        model: str,
+        entry_id: bytes,
+        fields: Fields,
+        now: float,
+        *,
+        fresh: bool,
     ) -> None:
         try:
-            entry = parse(entry_id, fields, now)
+            entry = parse(entry_id, fields, now, fresh=fresh)
         except BadEntry as e:
             await self._bury(stream, entry_id, fields, str(e))
             return

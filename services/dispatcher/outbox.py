@@ -11,8 +11,8 @@ import orjson
 from redis.asyncio import Redis
 
 from services.dispatcher.counters import Counters
-from services.dispatcher.desk import Desk, Refusal
-from services.dispatcher.entries import Entry
+from services.dispatcher.desk import Desk
+from services.dispatcher.entries import Entry, Refusal
 from services.dispatcher.policies.base import Preempt, Promote, Release, Suspend
 from services.dispatcher.scripts import ANSWER, RELEASE, TAKE_BACK, Call, run
 from shared import names
@@ -221,6 +221,7 @@ class Outbox:
         model, counters = s.desk.model, self._counters
         counters.released.labels(model).inc(len(s.entries))
         counters.batches.labels(model).inc()
+        s.desk.demand.outflow.left(len(s.entries), s.released)
         wait, hold = counters.wait.labels(model), counters.hold.labels(model)
         added, done = counters.added.labels(model), self._clock()
         for entry, (waited, held) in zip(s.entries, s.waits, strict=True):

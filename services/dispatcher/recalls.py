@@ -52,8 +52,13 @@ class Recalls:
         return None
 
     def ended(self, key: str, outcome: Outcome) -> Entry | None:
-        """The replica has spoken; the copy if it was read already."""
+        """The replica has spoken; the copy if it was read already.
+
+        Dropped it stays: what the replica says after its client has gone brings nobody back.
+        """
         known = self._open.get(key)
+        if known is Outcome.DROP:
+            return None
         if isinstance(known, Entry):
             del self._open[key]
             return known

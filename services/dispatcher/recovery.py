@@ -13,6 +13,7 @@ from shared import names
 from shared.dead_letters import bury
 from shared.lease import Lease
 from shared.messages import BODY, Batch, DecodeError, Generate, Lost, decode, encode
+from shared.replica_state import Refused, State, move
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ PAGE = 100  # batches read at once
 class Released(msgspec.Struct, frozen=True):
     """A batch that lies in a replica's stream."""
 
+    replica: str
     stream_id: bytes
     incarnation: str
     released: float
@@ -36,7 +38,7 @@ async def batches_of(redis: Redis, replica: str) -> list[Released]:
         page = await redis.xrange(stream, min=start, count=PAGE)
         for stream_id, fields in page:
             try:
-                found.append(_released(stream_id, fields))
+                found.append(_released(replica, stream_id, fields))
             except DecodeError as e:
                 log.error("%s: batch %s goes to dead-letters: %s", stream, stream_id.decode(), e)
                 await bury(
@@ -47,14 +49,25 @@ async def batches_of(redis: Redis, replica: str) -> list[Released]:
         start = "(" + page[-1][0].decode()
 
 
-def _released(stream_id: bytes, fields: dict[bytes, bytes]) -> Released:
+def _released(replica: str, stream_id: bytes, fields: dict[bytes, bytes]) -> Released:
     batch = decode(fields.get(BODY, b""), Batch)
     entries = []
     for raw, queued in zip(batch.requests, batch.queued, strict=False):
         entries.append(of_generate(decode(raw, Generate), b"", raw, queued))
-    return Released(
-        stream_id, fields.get(b"incarnation", b"").decode(), batch.released, tuple(entries)
-    )
+    incarnation = fields.get(b"incarnation", b"").decode()
+    return Released(replica, stream_id, incarnation, batch.released, tuple(entries))
+
+
+async def declare_dead(redis: Redis, replica: str, incarnation: str) -> bool:
+    """Whether it could be: another incarnation may live by now."""
+    why = "heartbeat lost"
+    try:
+        await move(redis, replica, State.DEAD, by="dispatcher", why=why, incarnation=incarnation)
+    except Refused as e:
+        log.info("not declared dead: %s", e)
+        return False
+    log.warning("%s is dead: its heartbeat is lost", replica)
+    return True
 
 
 async def keys_in(redis: Redis, replica: str) -> set[str]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from redis.asyncio import Redis
 
+from services.dispatcher.entries import key_of
+from services.dispatcher.policies.base import Completion, StepSeen
 from shared import names
 from shared.messages import StepSample
 from shared.redis_client import BLOCK_MS
@@ -52,3 +54,31 @@ class Signals:
                     sample = self._samples.read(entry_id.decode(), fields)
                     if isinstance(sample, StepSample):
                         self._on_step(sample)
+
+
+def completions_of(sample: StepSample) -> list[Completion]:
+    """Requests that left the replica with this step."""
+    return [
+        Completion(
+            id=key_of(done.id, done.attempt),
+            replica=sample.replica,
+            output_tokens=done.output_tokens,
+            reason=done.reason,
+        )
+        for done in sample.finished
+    ]
+
+
+def step_of(sample: StepSample) -> StepSeen:
+    """The step as a policy sees it."""
+    return StepSeen(
+        replica=sample.replica,
+        seconds=sample.seconds,
+        steps=sample.steps,
+        b=sample.b,
+        B=sample.B,
+        prefill_tokens=sample.prefill_tokens,
+        decode_tokens=sample.decode_tokens,
+        waiting=sample.waiting,
+        kv_used=sample.kv_used,
+    )

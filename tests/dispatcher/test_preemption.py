@@ -77,7 +77,7 @@ def test_a_request_that_had_begun_is_continued_by_its_gateway() -> None:
     for copy_first in (True, False):
         desk = _desk_with_recall()
         replies = _orders(desk, _ended("cancelled", 3), copy_first=copy_first)
-        assert replies == [Lost(id="q", attempt=1, replica="r")]
+        assert replies == [Lost(id="q", attempt=1, replica="r", preempted=True)]
 
 
 def test_a_client_that_goes_away_during_preemption_is_not_served() -> None:
@@ -92,7 +92,9 @@ def test_a_client_that_goes_away_during_preemption_is_not_served() -> None:
 def test_a_copy_found_after_a_crash_goes_back_to_its_gateway() -> None:
     desk = Desk(MODEL, LeastLoaded(), 10)
     desk.arrive(COPY, 0.0)
-    assert [r.reply for r in desk.refusals] == [Lost(id="q", attempt=1, replica="r")]
+    assert [r.reply for r in desk.refusals] == [
+        Lost(id="q", attempt=1, replica="r", preempted=True)
+    ]
 
 
 class _TakesBackOnce(LeastLoaded):

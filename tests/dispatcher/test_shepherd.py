@@ -230,6 +230,20 @@ def test_they_are_refused_where_that_is_wanted_once_lengths_are_known() -> None:
     assert where(ask(policy, request("q", deadline=9.0), now=1.0)) == {"r": ("q",)}
 
 
+def test_a_refusal_names_the_time_in_which_the_queue_empties() -> None:
+    policy = one(on_overload="shed", limit=1)
+    for n in range(KNOWN):
+        policy.lengths.learn(request(), done(tokens=10))
+        assert where(ask(policy, request(f"r{n}"), now=0.0)) == {"r": (f"r{n}",)}
+        policy.on_completion(done(f"r{n}"), 0.0)
+    assert where(ask(policy, request("runs"), now=10.0)) == {"r": ("runs",)}
+    for n in range(KNOWN + 1):
+        assert ask(policy, request(f"w{n}"), now=10.0) == []
+    (shed,) = ask(policy, request("p", arrival=20.0, deadline=20.01), now=20.0)
+    assert isinstance(shed, Shed)
+    assert shed.retry_after == 20.0, "as many wait as left in twenty seconds"
+
+
 def test_an_unknown_way_to_treat_overload_is_named() -> None:
     with pytest.raises(TypeError, match=r"on_overload: best_effort or shed expected, 'x' given"):
         Shepherd(on_overload="x")

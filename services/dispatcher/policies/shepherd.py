@@ -19,6 +19,7 @@ import bisect
 from collections import deque
 from collections.abc import Sequence
 
+from services.dispatcher.outflow import Outflow
 from services.dispatcher.policies.base import (
     Action,
     Completion,
@@ -33,11 +34,13 @@ from services.dispatcher.policies.base import (
 from services.dispatcher.policies.fleet import Fleet, Member
 from services.dispatcher.policies.parts.fit import StepFit
 from services.dispatcher.policies.parts.lengths import Lengths
+from shared.demand import drain_seconds
 from shared.latency import LatencyModel
 
 LOOK = 256  # requests of a queue that are looked at for one batch
 FAR = 1e12  # deadline of a request without one
 LATE_BATCH = 8
+RETRY_SECONDS = 1.0  # named with a refusal while nothing has been released
 
 
 class Shepherd:
@@ -51,7 +54,7 @@ class Shepherd:
         if on_overload not in ("best_effort", "shed"):
             raise TypeError(f"on_overload: best_effort or shed expected, {on_overload!r} given")
         self.fleet = Fleet()
-        self.fit, self.lengths = StepFit(), Lengths()
+        self.fit, self.lengths, self._outflow = StepFit(), Lengths(), Outflow()
         self._preempt, self._epsilon, self._shed = preempt, epsilon, on_overload == "shed"
         self._queues: dict[str | None, list[tuple[float, str]]] = {}  # adapter -> by deadline
         self._requests: dict[str, Request] = {}
@@ -113,7 +116,7 @@ class Shepherd:
         actions: list[Action] = []
         self._take_out_hopeless(serving[0], now)
         if self._shed:
-            actions += self._refuse()
+            actions += self._refuse(now)
         for member in serving:
             if member.load == 0:
                 actions += self._run(member, self._batch(member, now), now, "largest feasible")
@@ -165,6 +168,7 @@ class Shepherd:
             self._begun[request.id] = begin
             begin += 0.0 if model is None else model.t_prefill(request.prompt_tokens)
         self.fleet.assign(member, batch)
+        self._outflow.left(len(batch), now)
         keys = tuple(r.id for r in batch)
         numbers: dict[str, float | str] = {"order": why, "batch": len(batch)}
         return [Release(replica=member.view.id, requests=keys, why=numbers)]
@@ -202,15 +206,17 @@ class Shepherd:
             self._late.popleft()
         return batch
 
-    def _refuse(self) -> list[Action]:
+    def _refuse(self, now: float) -> list[Action]:
         actions: list[Action] = []
         if not self.lengths.known:
             return actions
+        queued = len(self._requests) - len(self._late)
+        wait = drain_seconds(queued, self._outflow.rate(now), RETRY_SECONDS)
         while self._late:
             key = self._late.popleft()
             if self._requests.pop(key, None) is not None:
                 reason = "cannot be answered within its latency limits"
-                actions.append(Shed(request=key, reason=reason, retry_after=1.0))
+                actions.append(Shed(request=key, reason=reason, retry_after=wait))
         return actions
 
     def _unqueue(self, request: Request) -> None:
