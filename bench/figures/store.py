@@ -31,6 +31,7 @@ CODE = (
     "services/dispatcher/policies/**/*.py",
     "services/dispatcher/credit.py",
     "services/dispatcher/demand_meter.py",
+    "services/dispatcher/outflow.py",
     "services/coordinator/*.py",
     "services/launcher/*.py",
     "services/replica/merging.py",
