@@ -6,7 +6,7 @@ import math
 import statistics
 from datetime import UTC, datetime
 
-from bench.figures import tables
+from bench.figures import runs, tables
 from bench.figures.found import Found, learners
 from bench.figures.text import CAUTION, TEXT
 from sim.rounds import Federated
@@ -83,6 +83,7 @@ def write(found: Found) -> str:
         pairs=tables.named(found.pairs, tables.LEARNED),
         jct=" | ".join(f"{k}: {v:.2f}" for k, v in found.completion.items()),
         split=tables.by_load(found.split, tables.LEARNED, " (v2: up to 3x)"),
+        adapter_minutes=f"{runs.adapter_seconds(plan) / 60:.3g}",
         adapted=tables.by_load(found.adapted, tables.ADAPTED),
         **_of_parts(found),
         overhead=tables.overhead(results),

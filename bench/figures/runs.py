@@ -198,15 +198,20 @@ ADAPTED = {
 }
 
 
+def adapter_seconds(plan: Plan) -> float:
+    """How long requests that name adapters come."""
+    return min(ADAPTER_SECONDS, 3600 * plan.hours)
+
+
 def adapted(plan: Plan, unit: float) -> list[Case]:
-    """Ten minutes in which each request names one of sixteen adapters and nothing trains."""
+    """Some minutes in which each request names one of sixteen adapters and nothing trains."""
     found = []
     for load in ADAPTER_LOADS:
         for name, (policy, batching) in ADAPTED.items():
             one = scenario(plan, policy, unit * load)
             work = msgspec.structs.replace(
                 one.workload,
-                duration=min(ADAPTER_SECONDS, 3600 * plan.hours),
+                duration=adapter_seconds(plan),
                 adapters=ADAPTERS,
                 adapter_assignment="zipf",
                 zipf_exponent=1.0,

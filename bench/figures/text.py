@@ -140,7 +140,8 @@ Quality at the end is extrapolated.
 
 In a lull, here the tenth of the intervals with the fewest requests, replicas are busy for this
 share of the time (of serving and training of a replica in an interval the larger; `collm` trains
-where it can, the baselines never). Paper: over 70 % where the baselines have less than 45 %.
+where it can, the baselines never). The first minute counts, too, in which the launcher has not seen
+enough to call a replica Idle. Paper: over 70 % where the baselines have less than 45 %.
 
 {lull}
 
@@ -204,8 +205,8 @@ one compares decides the ratio.
 {split}
 
 ## With adapters
-Ten minutes of arrivals in which every request names one of sixteen adapters, by Zipf's law with
-exponent 1. Every replica can serve all of them; nothing trains. "dlora, merging": its replicas
+In {adapter_minutes} minutes of arrivals every request names one of sixteen adapters, by Zipf's law
+with exponent 1. Every replica can serve all of them; nothing trains. "dlora, merging": its replicas
 merge the adapter that most ask for where that pays, as the authors' do; in all other rows none is
 merged. dlora's rule counts batches of 32: while no replica holds so many requests it decides as
 least_loaded does here, too.
