@@ -166,6 +166,13 @@ def test_an_unmerged_period_in_which_merging_would_have_paid_leaves_it_later() -
     assert (made.alpha, made.beta) == (1.0, pytest.approx(1 / SPEEDUP / 1.1))
 
 
+def test_where_most_requests_have_no_adapter_merging_would_have_gained_nothing() -> None:
+    made = rule()
+    times(made, [None] * 9 + ["x"], 100)
+    made.decide(X10, 16)
+    assert made.beta == pytest.approx(1 / SPEEDUP + 0.05)
+
+
 def test_merging_would_have_paid_a_switch_for_each_change_of_the_largest_queue() -> None:
     made = rule()
     for _ in range(50):
