@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from services.dispatcher.policies.base import (
     Completion,
     Policy,
@@ -16,6 +18,11 @@ from services.dispatcher.policies.base import (
     Shed,
 )
 
+STATES = {
+    "serving": {"dispatchable": True, "idle": False, "training": False, "B": 0},
+    "combined": {"dispatchable": True, "idle": False, "training": True, "B": 4},
+    "idle": {"dispatchable": False, "idle": True, "training": False, "B": 0},
+}
 TURNS_MAX = 20_000  # of the loop; more means that the policy spins
 
 
@@ -35,7 +42,13 @@ class Driver:
         self._events: list[tuple[float, int, object]] = []
         self._order = 0
 
-    def at(self, time: float, event: Request | ReplicaView | Completion | str) -> None:
+    def move(self, time: float, replica: str, state: str) -> None:
+        """A replica begins to serve, to idle or to train beside (combined), if it is alive then."""
+        self.at(time, (replica, state))
+
+    def at(
+        self, time: float, event: Request | ReplicaView | Completion | tuple[str, str] | str
+    ) -> None:
         """A request arrives, a replica changes, a request ends, a replica (its id) is gone."""
         self._order += 1
         heapq.heappush(self._events, (time, self._order, event))
@@ -72,6 +85,9 @@ class Driver:
                     del self.flying[event.id]
                     self.ended.append(event.id)
                     self.policy.on_completion(event, self.now)
+            case (str(replica), str(state)):
+                if replica in self.views:
+                    self._happen(replace(self.views[replica], **STATES[state]))
             case str():
                 self._gone(event)
 
@@ -109,8 +125,7 @@ class Driver:
                 case Promote():
                     view = self.views[action.replica]
                     assert view.idle, "only Idle replicas are promoted"
-                    changed = ReplicaView(id=view.id, dispatchable=True, b_limit=view.b_limit)
-                    self.at(self.now, changed)
+                    self.move(self.now, view.id, "serving")
                 case Preempt():
                     for key in action.requests:
                         if self.flying.pop(key, None) is not None:

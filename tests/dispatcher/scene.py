@@ -68,6 +68,7 @@ class Scene:
         return where(self.releases(now, price, late=late))
 
     def releases(self, now: float = 0.0, price: float = 0.0, *, late: bool = True) -> list[Release]:
+        self.queues.expire(now)
         if not self.placement.open(now):
             return []
         found = self.placement.serve(now, price, late=late)

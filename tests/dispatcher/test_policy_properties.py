@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from services.dispatcher.policies.base import Release, ReplicaView, Request
+from services.dispatcher.policies.base import Completion, Release, ReplicaView, Request
 from services.dispatcher.policies.collm import FCFS_HORIZON, Collm
 from services.dispatcher.policies.registry import POLICIES, UnknownPolicy, create
 from shared.latency import LatencyModel
@@ -158,6 +158,39 @@ def test_collm_goes_by_slack_within_a_class_unless_it_records_a_reason(
             assert other_latest >= latest - 1e-3, f"{other} had less slack than {key}"
 
 
+@st.composite
+def moves(draw: st.DrawFn) -> list[tuple[float, int, str]]:
+    """Times at which a replica (by number) begins to serve, to idle or to train beside."""
+    state = st.sampled_from(["serving", "idle", "combined"])
+    return draw(st.lists(st.tuples(arrival, st.integers(0, 3), state), max_size=20))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@quick
+@given(work=requests(), fleet=fleets(), changes=moves(), seconds=st.floats(0.01, 1.0))
+def test_whatever_states_replicas_go_through_requests_go_to_those_that_take_them(
+    name: str,
+    work: list[Request],
+    fleet: list[ReplicaView],
+    changes: list[tuple[float, int, str]],
+    seconds: float,
+) -> None:
+    """The driver refuses a release to any other; in the end all serve and nothing is left."""
+    driver = Driver(create(name), seconds)
+    for view in fleet:
+        driver.at(0.0, view)
+    for at, number, state in changes:
+        driver.move(at, f"r{number % len(fleet)}", state)
+    for request in work:
+        driver.at(request.arrival, request)
+    for view in fleet:
+        driver.move(4.0, view.id, "serving")
+    driver.run()
+    assert not driver.waiting
+    ended = {key.rstrip("+") for key in driver.ended}
+    assert ended | set(driver.shed) == {r.id for r in work}
+
+
 def _serve(policy: Collm, work: list[Request], *, b_limit: int = 1, seconds: float = 0.3) -> Driver:
     driver = Driver(policy, seconds)
     driver.at(0.0, ReplicaView(id="r", dispatchable=True, b_limit=b_limit, latency=LATENCY))
@@ -230,10 +263,10 @@ def test_no_request_without_a_slo_starves_behind_those_with_one(prompt: int) -> 
     for k in range(800):
         request = _request(f"q{k}", 0.15 * k, 5.0)
         driver.at(request.arrival, request)
-    driver.at(5.0, _request("patient", 5.0, None, prompt_tokens=prompt))
+    driver.at(20.0, _request("patient", 20.0, None, prompt_tokens=prompt))
     driver.run()
     (released,) = (now for now, r in driver.releases if "patient" in r.requests)
-    assert 5.0 < released < 5.0 + FCFS_HORIZON + 1.0, "it has waited in the line of those in time"
+    assert 20.0 < released < 20.0 + FCFS_HORIZON + 1.0, "it has waited in the line of those in time"
 
 
 def test_a_tenant_that_floods_the_queue_leaves_the_others_their_share() -> None:
@@ -242,6 +275,49 @@ def test_a_tenant_that_floods_the_queue_leaves_the_others_their_share() -> None:
     driver = _serve(Collm(), [*flood, *few], b_limit=2)
     last = max(driver.order_of(f"b{k}") for k in range(10))
     assert last < 60, "the ten come out among the first ones after their arrival"
+
+
+def test_a_flood_of_dense_requests_leaves_the_others_their_share() -> None:
+    """Both have limits. All that b asks for has long prompts: the plan gives it up first."""
+    policy = Collm()
+    driver = Driver(policy, 0.3)
+    driver.at(0.0, ReplicaView(id="r", dispatchable=True, b_limit=1, latency=THIRD))
+    for k in range(400):
+        driver.at(0.05 * k, _request(f"a{k}", 0.05 * k, 3.0, tenant="a"))
+    for k in range(40):
+        at = 1.0 + 0.5 * k
+        driver.at(at, _request(f"b{k}", at, 3.0, tenant="b", prompt_tokens=400))
+    driver.run()
+    in_time = [
+        key
+        for at, r in driver.releases
+        for key in r.requests
+        if at + 0.3 <= (driver.requests[key].deadline or 0.0)
+    ]
+    assert len(in_time) > 50
+    tokens = {t: sum(k.startswith(t) for k in in_time) * w for t, w in (("a", 116), ("b", 416))}
+    assert tokens["b"] > 0.5 * tokens["a"], "at equal shares both have about as many tokens"
+
+
+def test_a_tenant_of_long_answers_gets_no_more_tokens_than_one_of_short_ones() -> None:
+    """One stream, one prediction: that an answer has a hundred times more shows at its end."""
+    policy = Collm()
+    policy.on_replica(ReplicaView(id="r", dispatchable=True, b_limit=1, latency=THIRD), 0.0)
+    served = {"a": 0, "b": 0}
+    tokens = {"a": 2000, "b": 20}
+    for number in range(900):
+        for tenant in served:
+            made = _request(f"{tenant}{number}", 0.0, None, tenant=tenant, max_tokens=4000)
+            policy.on_arrival(made, 0.0)
+    now = 0.0
+    for _ in range(600):
+        now += 1.0
+        (release,) = (a for a in policy.decide(now) if isinstance(a, Release))
+        (key,) = release.requests
+        served[key[0]] += 100 + 2 * tokens[key[0]]  # as the shares weigh prompt and answer
+        end = Completion(id=key, replica="r", output_tokens=tokens[key[0]], reason="stop")
+        policy.on_completion(end, now + 0.5)
+    assert served["b"] == pytest.approx(served["a"], rel=0.1)
 
 
 def test_an_unknown_policy_or_option_is_named_with_what_there_is() -> None:

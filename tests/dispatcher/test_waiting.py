@@ -167,14 +167,15 @@ def test_requests_expire_once_their_slack_is_used_up() -> None:
     assert (queues.late_count, queues.oldest_late(), queues.main_cost) == (2, made[0], 0.0)
 
 
-def test_the_head_of_main_is_overdue_after_its_latest_start() -> None:
+def test_one_without_a_limit_that_waited_long_comes_before_all_its_tenant_has() -> None:
     queues, (a, b) = entered(MAIN, "a", "b", latest=5.0)
-    assert not queues.overdue(5.0)
-    assert queues.overdue(5.1)
-    queues.remove(a)
-    queues.put(b, DEFERRED)
-    assert not queues.overdue(9.0)
-    assert queues.main == [], "stale entries were thrown out on the way"
+    dear = waiting("dear", cost=0.1, latest=9.0, deadline=20.0)
+    queues.enter(dear, MAIN)
+    assert queues.expire(5.0) == 0
+    assert queues.valued[""][0][3] is dear
+    assert queues.expire(5.1) == 0, "it is not late"
+    assert [item[3] for item in sorted(queues.valued[""])][:3] == [a, b, dear]
+    assert (a.place, queues.patience) == (MAIN, [])
 
 
 def test_stale_entries_go_once_they_are_the_majority() -> None:
@@ -188,7 +189,7 @@ def test_stale_entries_go_once_they_are_the_majority() -> None:
     assert (len(queues.main), len(queues.deferred)) == (most, deferred), "not more than the limit"
     queues.put(w, MAIN)
     queues.compact()
-    assert {item[3] for item in queues.main} == {w}
+    assert [item[3] for item in queues.main] == [w], "once"
     before = len(queues.main)
     while len(queues.deferred) <= most:
         queues.put(w, DEFERRED)
@@ -240,6 +241,23 @@ def test_a_token_of_an_answer_costs_twice_one_of_a_prompt() -> None:
     assert shares.counter("a") == 123.0
     shares.charge("away", 5, 0)
     assert shares.counter("away") == 5.0
+
+
+def test_an_answer_is_charged_with_the_tokens_that_it_had() -> None:
+    shares = TokenShares()
+    for tenant in ("a", "b", "c"):
+        shares.enter(tenant)
+    charged = shares.charge("a", 100, 50)
+    shares.settle("a", charged, 0, 20 - 50)
+    assert shares.counter("a") == 100 + 2 * 20
+    shares.settle("a", 0, 0, 99.0)
+    assert shares.counter("a") == 140.0, "it was not charged"
+    for tenant in ("a", "b", "c"):
+        shares.leave(tenant)
+    for tenant in ("a", "b"):
+        shares.enter(tenant)
+    shares.settle("a", charged, 0, 99.0)
+    assert shares.counter("a") == 0.0, "those counters are forgotten"
 
 
 def test_who_comes_back_starts_no_lower_than_the_least_of_those_here() -> None:

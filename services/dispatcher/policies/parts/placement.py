@@ -90,8 +90,6 @@ class Placement(Choice):
     def _serve_valued(self) -> None:
         """By value; between tenants by the tokens they have had, whatever the plan gave up."""
         queues = self._queues
-        if queues.overdue(self._now):
-            self._serve(queues.main, MAIN, "waited long", until=self._now)
         why = "tokens per second, overload"
         valued = {t: heap for t, heap in queues.valued.items() if heap}
         given_up = {t: heap for t, heap in queues.given_up.items() if heap}
@@ -110,18 +108,8 @@ class Placement(Choice):
             ):
                 heapq.heappush(line, (self._shares.counter(tenant), tenant))
 
-    def _serve(
-        self,
-        queue: list[Item],
-        place: int,
-        order: str,
-        most: int = LOOKS_MAX,
-        until: float = INFINITY,
-    ) -> int:
-        """Release from the head of a queue while somebody fits somewhere; returns how many.
-
-        ``until``: only those whose latest start is before it.
-        """
+    def _serve(self, queue: list[Item], place: int, order: str, most: int = LOOKS_MAX) -> int:
+        """Release from the head of a queue while somebody fits somewhere; returns how many."""
         passed: list[Item] = []
         count, now = 0, self._now
         while queue and self._lanes and len(passed) <= LOOK_AHEAD and count < most:
@@ -131,15 +119,14 @@ class Placement(Choice):
             w = item[3]
             if w.place != place:
                 continue
-            if w.latest >= until:
-                passed.append(item)
-                break
             lane = self._choose(w)
             if lane is None:
                 if not self._set_aside(w, now):
                     passed.append(item)
                 continue
-            why = order if not passed else f"{order}, {len(passed)} before it fit nowhere now"
+            why = order if item[1] > -INFINITY else "waited long"
+            if passed:
+                why = f"{why}, {len(passed)} before it fit nowhere now"
             self._release(w, lane, why)
             count += 1
         for item in passed:

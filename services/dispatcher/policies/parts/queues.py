@@ -8,6 +8,7 @@ heap until it comes up or the stale entries are the majority.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 
 from services.dispatcher.policies.parts.waiting import (
@@ -35,6 +36,7 @@ class Queues:
         self.deferred: list[Item] = []  # (-priority, -density)
         self.given_up: dict[str, list[Item]] = {}  # deferred, too, by tenant
         self.expiry: list[Item] = []  # all but late ones with a limit to keep: (latest, 0)
+        self.patience: list[Item] = []  # those without one: (latest, 0)
         self.apart: list[Item] = []  # (tokens, 0)
         self.late: dict[str, deque[LateItem]] = {}  # by tenant, in order of entry
         self.late_count = 0
@@ -47,8 +49,7 @@ class Queues:
     def enter(self, w: Waiting, place: int) -> None:
         """A request is new."""
         self.waiting[w.request.id] = w
-        if w.bound:
-            self._push(self.expiry, w.latest, 0.0, w)
+        self._push(self.expiry if w.bound else self.patience, w.latest, 0.0, w)
         self.put(w, place)
 
     def put(self, w: Waiting, place: int) -> None:
@@ -87,20 +88,25 @@ class Queues:
             self.main_cost -= w.cost
 
     def expire(self, now: float) -> int:
-        """Requests whose slack is used up are late from now on; returns how many."""
+        """Requests whose slack is used up are late from now on; returns how many.
+
+        One without a limit has waited long then: it comes before all that its tenant has.
+        """
         expired = 0
         while self.expiry and self.expiry[0][0] < now:
             w = heapq.heappop(self.expiry)[3]
             if w.place in (MAIN, DEFERRED, APART):
                 self.put(w, LATE)
                 expired += 1
+        while self.patience and self.patience[0][0] < now:
+            w = heapq.heappop(self.patience)[3]
+            if w.place == MAIN:
+                self._prefer(w)
         return expired
 
-    def overdue(self, now: float) -> bool:
-        """Whether the head of main has waited past its latest start (it has no SLO then)."""
-        while self.main and self.main[0][3].place != MAIN:
-            heapq.heappop(self.main)
-        return bool(self.main) and self.main[0][1] < now
+    def _prefer(self, w: Waiting) -> None:
+        valued = self.valued.setdefault(w.request.tenant, [])
+        self._push(valued, -w.request.priority, -math.inf, w)
 
     # ------------------------------------------------------------ late and apart
 
@@ -145,7 +151,10 @@ class Queues:
         """A replica holds requests of up to ``largest`` tokens: those are apart no longer."""
         while (tokens := self.smallest_apart()) is not None and tokens <= largest:
             w = heapq.heappop(self.apart)[3]
-            self.put(w, LATE if w.bound and w.latest < now else MAIN)
+            waited = w.latest < now
+            self.put(w, LATE if waited and w.bound else MAIN)
+            if waited and not w.bound:
+                self._prefer(w)
 
     # ------------------------------------------------------------ upkeep
 
@@ -156,6 +165,7 @@ class Queues:
             (self.main, (MAIN,)),
             (self.deferred, (DEFERRED,)),
             (self.expiry, (MAIN, DEFERRED, APART)),
+            (self.patience, (MAIN, APART)),
             (self.apart, (APART,)),
         ):
             if len(heap) > limit:
@@ -177,5 +187,11 @@ def _cleaned(heaps: dict[str, list[Item]], place: int, limit: int) -> dict[str, 
 
 
 def _clean(heap: list[Item], places: tuple[int, ...]) -> None:
-    heap[:] = [item for item in heap if item[3].place in places]
+    """What waits in one of the places, once each."""
+    first: dict[Waiting, Item] = {}
+    for item in heap:
+        w = item[3]
+        if w.place in places and (w not in first or item < first[w]):
+            first[w] = item
+    heap[:] = first.values()
     heapq.heapify(heap)
