@@ -128,15 +128,41 @@ def test_without_a_serving_replica_one_idle_replica_is_promoted() -> None:
     assert where(policy.decide(0.0)) == {"c": ("q", "p")}, "nobody is promoted then"
 
 
-def test_one_that_fits_nowhere_is_passed_over_and_only_so_many_are() -> None:
+def test_one_that_fits_no_replica_with_credit_is_passed_over_and_only_so_many_are() -> None:
     policy = LeastLoaded()
-    told(policy, view(context=200))
+    told(policy, view("small", context=200), view("large", b_limit=0))
     large = [request(f"large{n}", prompt_tokens=1000) for n in range(PASSED_OVER_MAX)]
-    assert where(ask(policy, *large, request("small"))) == {"r": ("small",)}
+    assert where(ask(policy, *large, request("q"))) == {"small": ("q",)}
     assert policy.queued() == PASSED_OVER_MAX
     more = request("one more", prompt_tokens=1000)
     assert where(ask(policy, more, request("late"))) == {}, "too many before it"
     assert policy.queued() == PASSED_OVER_MAX + 2
+
+
+def test_any_number_that_no_serving_replica_could_hold_waits_apart() -> None:
+    policy = LeastLoaded()
+    told(policy, view("small", context=200))
+    large = [request(f"large{n}", prompt_tokens=1000) for n in range(2 * PASSED_OVER_MAX)]
+    assert where(ask(policy, *large, request("q"))) == {"small": ("q",)}
+    assert policy.queued() == 2 * PASSED_OVER_MAX
+    assert policy.on_cancel("large0", 0.0) is True
+    assert policy.on_cancel("large0", 0.0) is False
+    idle = {"dispatchable": False, "idle": True}
+    told(policy, view("a", context=900, **idle), view("b", context=2000, **idle))
+    assert policy.decide(0.0) == [Promote(replica="b", why={"holds_tokens": 1010})]
+    told(policy, view("b", context=2000))
+    assert where(ask(policy, request("new", arrival=1.0, prompt_tokens=1000))) == {
+        "b": ("large1", "large2")
+    }
+    assert policy.queued() == 2 * PASSED_OVER_MAX - 2
+
+
+def test_when_nobody_serves_the_one_that_is_promoted_holds_the_oldest() -> None:
+    policy = LeastLoaded()
+    idle = {"dispatchable": False, "idle": True}
+    told(policy, view("a", context=900, **idle), view("b", context=2000, **idle))
+    actions = ask(policy, request("large", prompt_tokens=1000))
+    assert actions == [Promote(replica="b", why={"queued": 1})]
 
 
 def test_a_replica_that_holds_the_adapter_comes_first_if_it_has_credit() -> None:
@@ -232,10 +258,13 @@ def test_split_of_two_replicas_serves_on_one() -> None:
     assert set(where(ask(policy, *(request(f"q{n}") for n in range(9))))) == {"a"}
 
 
-def test_split_of_one_replica_serves_on_it_and_promotes_nobody() -> None:
+def test_split_promotes_within_its_own_part_only() -> None:
     policy = Split()
-    told(policy, view("a", dispatchable=False, idle=True))
-    assert ask(policy, request("q")) == []
+    idle = {"dispatchable": False, "idle": True}
+    told(policy, view("a", **idle), view("b"))
+    assert ask(policy, request("q")) == [Promote(replica="a", why={"queued": 1})]
+    told(policy, view("a", context=50), view("b", **idle))
+    assert policy.decide(0.0) == [], "b is there to train"
     told(policy, view("a"))
     assert where(policy.decide(0.0)) == {"a": ("q",)}
     with pytest.raises(TypeError, match=r"serving: 0 or more replicas expected, -1 given"):

@@ -92,8 +92,8 @@ def test_a_batch_keeps_to_the_limit_of_the_replica_and_to_what_fits() -> None:
     told(policy, view("r", b_limit=8, context=200, latency=MODEL))
     large = request("large", deadline=2.0, prompt_tokens=500)
     assert where(ask(policy, request("small", deadline=1.0), large, request("late"))) == {
-        "r": ("small",)
-    }, "what comes after one that does not fit waits"
+        "r": ("small", "late")
+    }, "what comes after one that does not fit need not wait for it"
 
 
 def test_a_replica_that_runs_a_batch_takes_nothing_more() -> None:
@@ -299,3 +299,40 @@ def test_one_deadline_a_request_decides_the_order(limits: dict[str, float], befo
     policy = one(limit=8)
     actions = ask(policy, request("early", deadline=before - 1.0), request("limited", **limits))
     assert where(actions)["r"] == ("early", "limited")
+
+
+# ------------------------------------------------------------ what does not fit
+
+
+def test_one_that_another_replica_must_take_does_not_end_the_batch() -> None:
+    policy = Shepherd()
+    told(policy, view("r", b_limit=8, context=200, latency=MODEL))
+    told(policy, view("s", b_limit=0, latency=MODEL))
+    large = request("large", deadline=8.0, prompt_tokens=1000)
+    assert where(ask(policy, large, *due(9.0, 9.0))) == {"r": ("q0", "q1")}
+
+
+def test_one_that_no_serving_replica_could_hold_waits_apart_and_has_one_promoted() -> None:
+    policy = Shepherd()
+    told(policy, view("r", b_limit=8, context=200, latency=MODEL))
+    large = request("large", deadline=8.0, prompt_tokens=1000)
+    assert where(ask(policy, request("q"), large)) == {"r": ("q",)}
+    told(policy, view("i", dispatchable=False, idle=True, context=2000, latency=MODEL))
+    assert policy.decide(0.1) == [Promote(replica="i", why={"holds_tokens": 1010})]
+    assert policy.queued() == 1
+    told(policy, view("i", context=2000, latency=MODEL))
+    assert where(policy.decide(0.2)) == {"i": ("large",)}
+    assert policy.queued() == 0
+    policy.on_replica_gone("i", 0.3)
+    assert where(ask(policy, request("more", prompt_tokens=1000), now=0.3)) == {}
+    policy.decide(0.3)
+    assert policy.on_cancel("more", 0.4)
+    assert policy.queued() == 0
+
+
+def test_a_hopeless_one_goes_where_it_fits() -> None:
+    policy = Shepherd()
+    told(policy, view("r", b_limit=8, context=200, latency=MODEL))
+    told(policy, view("s", b_limit=8, context=2000, latency=MODEL))
+    large = request("large", deadline=0.01, prompt_tokens=1000)
+    assert where(ask(policy, large, *due(0.01))) == {"r": ("q0",), "s": ("large",)}

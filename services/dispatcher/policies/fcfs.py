@@ -1,7 +1,8 @@
 """First come, first served: the frame of the simple policies. A subclass says which replica.
 
 A request waits in order of arrival until a replica that fits it has credit. One that fits no
-replica with credit is passed over, so it holds up nobody.
+replica with credit is passed over, so it holds up nobody; one that no serving replica could ever
+hold waits apart, and an Idle one that could is promoted for it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from services.dispatcher.policies.apart import Apart
 from services.dispatcher.policies.base import (
     Action,
     Completion,
@@ -31,6 +33,7 @@ class FirstCome(ABC):
     def __init__(self) -> None:
         self.fleet = Fleet()
         self._queue: dict[str, Request] = {}
+        self._apart = Apart()
 
     @abstractmethod
     def choose(self, request: Request, candidates: list[Member]) -> Member:
@@ -40,7 +43,7 @@ class FirstCome(ABC):
         self._queue[request.id] = request
 
     def on_cancel(self, request_id: str, now: float) -> bool:
-        return self._queue.pop(request_id, None) is not None
+        return self._queue.pop(request_id, None) is not None or self._apart.drop(request_id)
 
     def on_replica(self, replica: ReplicaView, now: float) -> None:
         self.fleet.tell(replica)
@@ -63,20 +66,27 @@ class FirstCome(ABC):
         return None
 
     def queued(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._apart)
+
+    def members(self) -> list[Member]:
+        """The replicas that requests may go to, in any state."""
+        return list(self.fleet)
 
     def decide(self, now: float) -> list[Action]:
-        if not self._queue:
+        if not self.queued():
             return []
-        serving = self.fleet.dispatchable()
+        members = self.members()
+        serving = [m for m in members if m.view.dispatchable]
+        idle = [m for m in members if m.view.idle]
         if not serving:
             return [
-                Promote(replica=m.view.id, why={"queued": len(self._queue)})
-                for m in self.fleet.idle()[:1]
+                Promote(replica=m.view.id, why={"queued": self.queued()}) for m in self._best(idle)
             ]
-        free = [m for m in serving if m.credit > 0]
-        batches = self._fill(free)
-        return [
+        back = self._apart.look(serving)
+        if back:  # they came before those that came since
+            self._queue = {r.id: r for r in back} | self._queue
+        batches = self._fill([m for m in serving if m.credit > 0])
+        return self._apart.promotion(idle) + [
             Release(
                 replica=replica,
                 requests=tuple(r.id for r in batch),
@@ -96,6 +106,9 @@ class FirstCome(ABC):
         for request in self._queue.values():
             if not free or passed > PASSED_OVER_MAX:
                 break
+            if self._apart.takes(request):
+                taken.append(request)
+                continue
             candidates = self._candidates(request, free)
             if not candidates:
                 passed += 1
@@ -109,6 +122,12 @@ class FirstCome(ABC):
         for request in taken:
             del self._queue[request.id]
         return batches
+
+    def _best(self, idle: list[Member]) -> list[Member]:
+        """The Idle replica to promote when nobody serves: one that holds the oldest request."""
+        oldest = next(iter(self._queue.values()), None)
+        fitting = [m for m in idle if oldest is None or m.fits(oldest)]
+        return (fitting or idle)[:1]
 
     def _candidates(self, request: Request, free: list[Member]) -> list[Member]:
         """Replicas with credit that fit; those that hold the adapter if there are any."""

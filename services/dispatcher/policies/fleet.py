@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from services.dispatcher.policies.base import Completion, ReplicaView, Request
+
+
+def tokens(request: Request) -> int:
+    """What it may come to hold in a replica's memory."""
+    return request.prompt_tokens + request.max_tokens
 
 
 class Member:
@@ -25,13 +31,15 @@ class Member:
         """Requests it may still take at its limit in force."""
         return self.view.b_limit - len(self.flight)
 
-    def fits(self, request: Request) -> bool:
-        """Whether it could ever serve the request: context and KV memory (0: not known)."""
-        need = request.prompt_tokens + request.max_tokens
+    @property
+    def size(self) -> float:
+        """Tokens of the largest request that it could ever serve: context and KV memory."""
         view = self.view
-        return (view.context == 0 or need <= view.context) and (
-            view.kv_total == 0 or need <= view.kv_total
-        )
+        return min(view.context or math.inf, view.kv_total or math.inf)  # 0: not known
+
+    def fits(self, request: Request) -> bool:
+        """Whether it could ever serve the request."""
+        return tokens(request) <= self.size
 
     def holds(self, request: Request) -> bool:
         """Whether the request's adapter is resident (any base request: yes)."""

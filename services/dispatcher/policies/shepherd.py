@@ -8,7 +8,8 @@ Adaptations to LLMs, where a batch has no fixed latency: Flex is applied per dis
 of a batch is its predicted prefill plus its longest expected output; requests hold their tokens,
 so a preemption takes back only members that have not begun; one group, since all replicas hold
 the same base (the Herd planner has nothing to place). Requests taken out run when a replica is
-idle and no feasible one waits (``on_overload: best_effort``) or are refused (``shed``). Rules as
+idle and no feasible one waits (``on_overload: best_effort``) or are refused (``shed``); what no
+serving replica could hold waits apart. Rules as
 clarified by the authors: the feasibility test uses the size with the new member, a batch's
 deadline is its earliest.
 """
@@ -20,6 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from services.dispatcher.outflow import Outflow
+from services.dispatcher.policies.apart import Apart
 from services.dispatcher.policies.base import (
     Action,
     Completion,
@@ -59,6 +61,7 @@ class Shepherd:
         self._queues: dict[str | None, list[tuple[float, str]]] = {}  # adapter -> by deadline
         self._requests: dict[str, Request] = {}
         self._late: deque[str] = deque()
+        self._apart = Apart()
         self._begun: dict[str, float] = {}  # request -> when its prefill is expected to begin
         self._arrived = False
 
@@ -66,15 +69,15 @@ class Shepherd:
 
     def on_arrival(self, request: Request, now: float) -> None:
         self._requests[request.id] = request
-        queue = self._queues.setdefault(request.adapter, [])
-        bisect.insort(queue, (_deadline(request), request.id))
-        self._arrived = True
+        if not self._apart.takes(request):
+            self._enqueue(request)
 
     def on_cancel(self, request_id: str, now: float) -> bool:
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
-        self._unqueue(request)
+        if not self._apart.drop(request_id):
+            self._unqueue(request)
         return True
 
     def on_replica(self, replica: ReplicaView, now: float) -> None:
@@ -113,6 +116,8 @@ class Shepherd:
         serving = self.fleet.dispatchable()
         if not serving:
             return [Promote(replica=m.view.id) for m in self.fleet.idle()[:1]]
+        for request in self._apart.look(serving):
+            self._enqueue(request)
         actions: list[Action] = []
         self._take_out_hopeless(serving[0], now)
         if self._shed:
@@ -126,7 +131,7 @@ class Shepherd:
         for member in serving:
             if member.load == 0 and self._late:
                 actions += self._run(member, self._late_batch(member), now, "hopeless")
-        return actions
+        return actions + self._apart.promotion(self.fleet.idle())
 
     def _batch(self, member: Member, now: float) -> list[Request]:
         """BatchGen: the largest feasible batch over all adapters."""
@@ -136,8 +141,12 @@ class Shepherd:
             prompt, longest, due = 0.0, 0.0, FAR
             for deadline, key in queue[:LOOK]:
                 request = self._requests[key]
-                if len(batch) >= member.view.b_limit or not member.fits(request):
+                if len(batch) >= member.view.b_limit:
                     break
+                if not member.fits(request):
+                    if self._apart.takes(request):
+                        self._unqueue(request)
+                    continue
                 prompt += request.prompt_tokens
                 longest = max(longest, self.lengths.expect(request))
                 due = min(due, deadline)
@@ -198,12 +207,20 @@ class Shepherd:
                 self._late.append(key)
 
     def _late_batch(self, member: Member) -> list[Request]:
+        """The oldest that the replica could hold."""
         batch: list[Request] = []
-        while self._late and len(batch) < min(LATE_BATCH, member.view.b_limit):
-            request = self._requests.get(self._late[0])
-            if request is not None:
+        passed: list[str] = []
+        most = min(LATE_BATCH, member.view.b_limit)
+        while self._late and len(batch) < most and len(passed) < LOOK:
+            key = self._late.popleft()
+            request = self._requests.get(key)
+            if request is None or self._apart.takes(request):
+                continue
+            if member.fits(request):
                 batch.append(request)
-            self._late.popleft()
+            else:
+                passed.append(key)
+        self._late.extendleft(reversed(passed))
         return batch
 
     def _refuse(self, now: float) -> list[Action]:
@@ -218,6 +235,11 @@ class Shepherd:
                 reason = "cannot be answered within its latency limits"
                 actions.append(Shed(request=key, reason=reason, retry_after=wait))
         return actions
+
+    def _enqueue(self, request: Request) -> None:
+        queue = self._queues.setdefault(request.adapter, [])
+        bisect.insort(queue, (_deadline(request), request.id))
+        self._arrived = True
 
     def _unqueue(self, request: Request) -> None:
         queue = self._queues.get(request.adapter, [])

@@ -1,12 +1,12 @@
 """Split: the isolated design. ``serving`` replicas only serve, the others only train.
 
 The comparison of section 10 of the CoLLM evaluation: equal hardware, requests never reach the
-training part. Among its own replicas it is ``least_loaded``.
+training part. Among its own replicas it is ``least_loaded``; one of them that went Idle is promoted
+as there, one of the training part never is.
 """
 
 from __future__ import annotations
 
-from services.dispatcher.policies.base import Action, Release, Request
 from services.dispatcher.policies.fleet import Member
 from services.dispatcher.policies.least_loaded import LeastLoaded
 
@@ -22,11 +22,6 @@ class Split(LeastLoaded):
             raise TypeError(f"serving: 0 or more replicas expected, {serving} given")
         self._serving = serving
 
-    def decide(self, now: float) -> list[Action]:
-        """As ``least_loaded``; never promotes, which would take a replica from training."""
-        return [action for action in super().decide(now) if isinstance(action, Release)]
-
-    def _candidates(self, request: Request, free: list[Member]) -> list[Member]:
+    def members(self) -> list[Member]:
         count = self._serving or max(1, len(self.fleet) - 1)
-        chosen = {m.view.id for m in list(self.fleet)[:count]}
-        return super()._candidates(request, [m for m in free if m.view.id in chosen])
+        return super().members()[:count]
