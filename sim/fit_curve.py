@@ -70,7 +70,9 @@ def fit(points: Sequence[Point], source: str) -> tuple[Curve, float]:
     floor, span = _linear(samples, losses, scale, power)
     total = float(np.sum((losses - losses.mean()) ** 2))
     r2 = 1.0 - best[0] / total if total > 0 else 1.0
-    curve = Curve(source=source, start=floor + span, floor=floor, scale=scale, power=power)
+    curve = Curve(
+        source=source, start=floor + span, floor=floor, scale=scale, power=power, last=points[-1]
+    )
     return curve, r2
 
 

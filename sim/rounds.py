@@ -16,15 +16,14 @@ from services.coordinator import search
 from services.coordinator.goodput import Progress, goodput
 from services.coordinator.search import Demand, Member
 from services.launcher.terms import Options
-from shared.quality import after_round
+from shared.quality import MIN_CE, after_round
 from shared.replica_state import State
+from shared.rounds import ACCUMULATION
 from sim.events import aggregated, loaded, trained
-from sim.training import ACCUMULATION, Curve, Trainer
+from sim.training import Curve, Trainer
 
 if TYPE_CHECKING:
     from sim.world import World
-
-MIN_CE = 0.05
 
 
 class Federated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

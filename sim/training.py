@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shared.latency import LatencyModel
-from shared.rounds import ACCUMULATION
 
 if TYPE_CHECKING:
     from sim.job import Job
     from sim.replica import Replica
-
-__all__ = ["ACCUMULATION", "Curve", "Trainer"]
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +30,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     scale: float
     power: float
     batch: float = 4.0
+    last: tuple[float, float] | None = None  # last fitted point: samples, cross-entropy
 
     def worth(self, batch: float, noise_scale: float) -> float:
         """Samples of the fitted runs that one sample in an effective batch so large is worth."""

@@ -12,21 +12,18 @@ from bench.figures.text import CAUTION, TEXT
 from sim.rounds import Federated
 from sim.scenario import load_curve
 
-# Last point that a loss curve was fitted to: samples, cross-entropy (docs/performance.md).
-FITTED = {"smollm2": (1116, 1.229)}
 VARIANCE_AIM = 1 / 3  # of round robin's
 
 
 def caution(found: Found) -> str:
     """How far the loss curve is carried beyond what it was fitted to."""
     plan = found.plan
-    if plan.curve not in FITTED:
-        return (
-            f"Quality comes from the loss curve `{plan.curve}` (`config/curves`): "
-            f"{load_curve(plan.curve).source}."
-        )
     curve = load_curve(plan.curve)
-    samples, loss = FITTED[plan.curve]
+    if curve.last is None:
+        return (
+            f"Quality comes from the loss curve `{plan.curve}` (`config/curves`): {curve.source}."
+        )
+    samples, loss = curve.last
     ours = [r["training"] for r in found.results if r["policy"] == "collm" and r["load"] == 1]
     learnt = statistics.fmean(t["samples"] for t in ours)
     held = plan.replicas * Federated().samples
@@ -36,7 +33,7 @@ def caution(found: Found) -> str:
     one = curve.scale * (fall ** (1 / curve.power) - 1)  # samples to a cross-entropy of 1
     return CAUTION.format(
         curve=plan.curve,
-        samples=samples,
+        samples=int(samples),
         loss=loss,
         learnt=round(learnt, -3),
         ends=ends,
