@@ -21,6 +21,7 @@ from services.dispatcher.watch import Trust
 from shared import names
 from shared.clock import RedisClock
 from shared.lease import Lease
+from shared.messages import Lost, Sampling
 from shared.redis_client import ensure_group
 from shared.replica_state import State, move
 from tests.dispatcher.peers import (
@@ -227,6 +228,36 @@ async def test_a_replica_whose_heartbeat_was_away_at_the_start_keeps_what_it_has
         assert await replica.ids() == ["next"]
 
 
+async def test_what_only_a_replica_that_died_could_carry_is_answered(
+    redis: Redis, redis_server: RedisServer
+) -> None:
+    gateway, small = ScriptedGateway(redis), ScriptedReplica(redis, "small", context=64)
+    big = ScriptedReplica(redis, "big", context=1000, b=1)
+    await gateway.start()
+    await small.start()
+    await big.start()
+    async with running(redis_server.url) as dispatcher:
+        desk = (await _active(dispatcher)).desks[MODEL]
+        await gateway.send("runs", sampling=Sampling(max_tokens=100))
+        await eventually(big.ids, "released to the one that carries it")
+        await gateway.send("waits", sampling=Sampling(max_tokens=100))
+
+        async def waits() -> bool:
+            return "waits/1" in desk.waiting
+
+        await eventually(waits, "the next one waits")
+        await move(redis, "big", State.DEAD, by="big", why="test")
+
+        async def both_told() -> bool:
+            return len(await gateway.replies()) == 2
+
+        await eventually(both_told, "both are told")
+        replies = {reply.id: reply for reply in await gateway.replies()}
+        assert replies["runs"] == Lost(id="runs", attempt=1, replica="big")
+        assert (replies["waits"].status, replies["waits"].code) == (400, "context_length_exceeded")
+        assert await drained(redis)
+
+
 @pytest.mark.parametrize("change", ["state", "incarnation"])
 async def test_a_release_that_its_replica_no_longer_takes_goes_elsewhere(
     redis: Redis, redis_server: RedisServer, change: str
@@ -268,6 +299,7 @@ async def test_a_release_that_its_replica_no_longer_takes_goes_elsewhere(
         assert await first.ids() == []
         assert await drained(redis)
         assert [f.replica for f in desk.flying.values()] == ["b"]
+        assert sum(desk.demand.outflow._bins.values()) == 1, "what was put back has not left"
         assert await gateway.replies() == []
 
 
