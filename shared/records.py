@@ -60,6 +60,7 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     context: int = 0
     adapters: dict[str, str] = {}  # name -> version served to new requests
     data: dict[str, int] = {}  # adapter -> training samples held here
+    trains: bool = True  # it was started with training switched on
     thread_slots: int = 1
     host: str = ""
     device: str = ""  # "cpu", "cuda:0"; "" = emulated, or not said yet
@@ -90,7 +91,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
         out = {}
         for name in chosen:
             value = getattr(self, name)
-            out[name] = orjson.dumps(value).decode() if isinstance(value, dict) else str(value)
+            plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+            out[name] = str(value) if plain else orjson.dumps(value).decode()
         return out
 
     @classmethod

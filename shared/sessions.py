@@ -64,6 +64,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     last_heldout: dict[str, float] = {}  # client -> what it measured last, of whatever version
     kept_back: int = 0  # rounds in a row whose version was not promoted
     least: int = LEAST  # clients below which the session ends
+    alone: bool = False  # its clients serve nothing beside
     B: dict[str, int] = {}  # micro-batch a client in this round
     samples: dict[str, int] = {}  # client -> samples it held when it took part
     results: dict[str, Any] = {}  # client -> RoundResult of the round in work

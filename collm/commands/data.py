@@ -127,7 +127,8 @@ async def _homes(redis: Redis, adapter: str, file: Path, model: str, shard: int)
     models = sorted({r.model for r in records})
     if not model and len(models) > 1:
         raise NoHome(f"several models are served ({', '.join(models)}): name one with --model")
-    able = [r.id for r in records if model in ("", r.model)]
+    here = [r for r in records if model in ("", r.model)]
+    able = [r.id for r in here if r.trains] or [r.id for r in here]
     if len(able) < shard:
         raise NoHome(f"{shard} replicas wanted, {len(able)} are there")
     return data_homes.choose(able, f"{adapter}/{file.name}", shard)

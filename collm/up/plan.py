@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 from collm.models import Model
 from collm.up.reading import read
 from collm.up.settings import UpSettings
+from services.dispatcher.settings import DispatcherSettings
 from services.gateway.settings import GatewaySettings
 from services.replica.settings import ReplicaSettings
 
-TRAINERS = ("launcher", "coordinator")
+SPLIT = "split"  # the dispatch policy that divides the replicas
 # Running answers get this share of the time to stop, their cut connections the rest.
 RUNNING_SHARE = 0.75
 ENDING_SECONDS = 10.0  # of a replica after it has drained
@@ -107,15 +109,22 @@ def plan(settings: UpSettings, served: tuple[Served, ...], data: Path, redis_url
     dispatcher: dict[str, str] = {}
     if settings.policy is not None:
         dispatcher["COLLM_DISPATCHER_POLICY"] = settings.policy
+    launcher: dict[str, str] = {}
+    apart = _apart(settings, served, {**common, **dispatcher})
+    if apart:
+        dispatcher["COLLM_DISPATCHER_POLICY_OPTIONS"] = json.dumps({"training": apart})
+        launcher["COLLM_LAUNCHER_DEDICATED"] = json.dumps(apart)
     parts = [
         Part("gateway", "services.gateway", {**common, **gateway}, vital=True),
         Part("dispatcher", "services.dispatcher", {**common, **dispatcher}, vital=True),
         *(
             Part(name, "services.replica", {**common, **variables}, number=number)
-            for number, (name, variables) in enumerate(_replicas(settings, served))
+            for number, (name, variables) in enumerate(_replicas(settings, served, apart))
         ),
-        *(Part(n, f"services.{n}", common) for n in TRAINERS if settings.train),
     ]
+    if settings.train:
+        parts.append(Part("launcher", "services.launcher", {**common, **launcher}))
+        parts.append(Part("coordinator", "services.coordinator", common))
     return Plan(tuple(_completed(part, settings) for part in parts), served)
 
 
@@ -142,18 +151,51 @@ def _completed(part: Part, settings: UpSettings) -> Part:
     return replace(part, environment=environment, patience=patience, host=own.host)
 
 
-def _replicas(settings: UpSettings, served: tuple[Served, ...]) -> list[tuple[str, dict[str, str]]]:
-    """(id, variables) of each replica; ids count through all models."""
-    found: list[tuple[str, dict[str, str]]] = []
+def _apart(
+    settings: UpSettings, served: tuple[Served, ...], dispatcher: dict[str, str]
+) -> list[str]:
+    """With the policy ``split``: the replicas that only train. The others never do.
+
+    Of each model the first ``serving`` (all but one, if it is 0) serve. Raises BadPlan.
+    """
+    own = read("dispatcher", "services.dispatcher", dispatcher)
+    assert isinstance(own, DispatcherSettings)
+    if own.policy != SPLIT or not settings.train:
+        return []
+    named, count = own.policy_options.get("training"), own.policy_options.get("serving", 0)
+    if named:
+        return list(named)
+    found: list[str] = []
+    for names in _names(served):
+        found += names[count or max(1, len(names) - 1) :]
+    if not found:
+        raise BadPlan("--policy split leaves no replica to train: start more, or use --no-train")
+    return found
+
+
+def _names(served: tuple[Served, ...]) -> list[list[str]]:
+    """Ids of each model's replicas; they count through all models."""
+    found: list[list[str]] = []
     for one in served:
-        for _ in range(one.replicas):
-            name = f"replica-{len(found)}"
+        first = sum(len(names) for names in found)
+        found.append([f"replica-{first + i}" for i in range(one.replicas)])
+    return found
+
+
+def _replicas(
+    settings: UpSettings, served: tuple[Served, ...], apart: Sequence[str]
+) -> list[tuple[str, dict[str, str]]]:
+    """(id, variables) of each replica; those ``apart`` are the only ones that train, if any."""
+    found: list[tuple[str, dict[str, str]]] = []
+    for one, names in zip(served, _names(served), strict=True):
+        for name in names:
+            trains = settings.train and (not apart or name in apart)
             variables = {
                 "COLLM_REPLICA_ID": name,
                 "COLLM_REPLICA_MODEL": one.name,
                 "COLLM_REPLICA_MODEL_PATH": str(one.model.path),
                 "COLLM_REPLICA_ENGINE": settings.engine,
-                "COLLM_REPLICA_TRAINING": str(settings.train).lower(),
+                "COLLM_REPLICA_TRAINING": str(trains).lower(),
             }
             if settings.profile is not None:
                 variables["COLLM_REPLICA_PROFILE"] = settings.profile

@@ -114,7 +114,10 @@ class Context:
                     suspended=name in self.suspended,
                 )
             )
-        choices = search(members, await self.demand(session.base))
+        wanted = await self.demand(session.base)
+        if session.alone:  # no load is theirs, so none is a reason to train less
+            wanted = Demand(prompt=wanted.prompt, output=wanted.output)
+        choices = search(members, wanted)
         return {name: _fixed(choice, options) for name, choice in choices.items()}
 
 

@@ -70,9 +70,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     unusable: Mapping[str, str] = {}  # model -> why this gateway cannot serve it
     adapters: Mapping[str, Adapter] = {}
     replicas: Mapping[str, Mapping[str, str]] = {}  # model -> replica -> state, live ones only
-
+    trainers: frozenset[str] = frozenset()  # replicas with training switched on
     answering: frozenset[str] = frozenset()  # models with a replica that can answer
     released: Mapping[str, float] = {}  # model -> requests a second that leave its queue, of late
+
+    def homes(self, model: str) -> list[str]:
+        """Live replicas that may keep training data: those that train, or all if none does."""
+        live = sorted(self.replicas.get(model, {}))
+        return [replica for replica in live if replica in self.trainers] or live
 
     def alive(self, model: str) -> bool:
         """Whether a replica of the model can answer or will without anybody's doing."""
@@ -141,19 +146,23 @@ class Catalogue:
             for name in adapters:
                 pipe.hgetall(names.adapter(name))
             for name in replicas:
-                pipe.hmget(names.replica(name), "model", "state")
+                pipe.hmget(names.replica(name), "model", "state", "trains")
                 pipe.exists(names.replica_alive(name))
             for name in models:
                 pipe.hget(names.demand(name), "released")
             found = iter(await pipe.execute() if models or adapters or replicas else ())
             served, unusable = await self._models(list(islice(found, len(models))))
             known = _adapters(list(islice(found, len(adapters))))
-            live = _replicas(replicas, list(islice(found, 2 * len(replicas))))
+            records = list(islice(found, 2 * len(replicas)))
+            live = _replicas(replicas, records)
             self.now = Snapshot(
                 models=served,
                 unusable=unusable,
                 adapters=known,
                 replicas=live,
+                trainers=frozenset(
+                    r for r, (*_, on) in zip(replicas, records[::2], strict=True) if on != b"false"
+                ),
                 answering=frozenset(m for m, r in live.items() if ANSWERING & set(r.values())),
                 released={m: float(raw or 0) for m, raw in zip(models, found, strict=True)},
             )
@@ -223,13 +232,13 @@ def _adapters(hashes: list[dict[bytes, bytes]]) -> dict[str, Adapter]:
 
 
 def _replicas(ids: list[str], found: list[object]) -> dict[str, dict[str, str]]:
-    """Model -> live replica -> state, from pairs (model and state, heartbeat exists)."""
+    """Model -> live replica -> state, from pairs (fields of its record, heartbeat exists)."""
     by_model: dict[str, dict[str, str]] = {}
     for replica, (fields, alive) in zip(
         ids, zip(found[::2], found[1::2], strict=True), strict=True
     ):
         assert isinstance(fields, list)
-        model, state = fields
+        model, state, _ = fields
         if alive and model is not None and state is not None:
             by_model.setdefault(model.decode(), {})[replica] = state.decode()
     return by_model

@@ -177,7 +177,7 @@ def _file(request_id: str) -> str:
 async def _store(gateway: Gateway, tenant: str, request_id: str, asked: Asked, learnt: str) -> str:
     """One example at the adapter's home replica; returns it. Raises ApiError 400, 409, 429, 503."""
     base = await _claim(gateway, tenant, asked)
-    live = sorted(gateway.catalogue.now.replicas.get(base, {}))
+    live = gateway.catalogue.now.homes(base)
     if asked.home in live:
         home = asked.home
     else:

@@ -103,7 +103,7 @@ async def _bring_home(
     gateway: Gateway, job: Job, asked: JobRequest, training: Source, validation: Source | None
 ) -> None:
     """Raises NoHome, Unusable."""
-    live = sorted(gateway.catalogue.now.replicas.get(job.model, {}))
+    live = gateway.catalogue.now.homes(job.model)
     homes = data_homes.choose(live, job.adapter, min(shards(asked), training.chats))
     chosen = options(asked, training.chats, len(homes))
     if validation is not None:

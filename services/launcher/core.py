@@ -35,6 +35,7 @@ class Launcher:
         self._waiting: dict[str, float] = {}  # adapter -> since
         self._groups: dict[str, frozenset[str]] = {}  # adapter -> Idle replicas that wait for it
         self._told: dict[str, str] = {}  # adapter -> what it was last said to wait for
+        self._left: set[tuple[str, str]] = set()  # (session, dedicated replica that converged)
 
     def rate(self, base: str) -> float:
         """lambda-hat, arrivals per second; see ``Books``."""
@@ -60,17 +61,20 @@ class Launcher:
     ) -> list[Decision]:
         members = {c for s in sessions for c in s.clients}
         free = frozenset(r.id for r in replicas if r.state == IDLE and r.id not in members)
-        holders = [_holder(r) for r in replicas]
+        holders = [_holder(r) for r in replicas if self._may_train(r.id)]
         joins = self._joining(holders, free, sessions)
         free -= {j.replica for j in joins}
         busy = frozenset(s.adapter for s in sessions)
         self._begin_waiting(holders, busy, now)
         idle_now = self._idling(base, replicas, holders, free, busy, now)
         free |= {d.replica for d in idle_now}
-        gathered = self._gathering(base, holders, free, busy, len(replicas), now)
+        gathered = self._gathering(base, holders, free, busy, len(holders), now)
         taken = {c for p in gathered if isinstance(p, Proposal) for c in p.clients}
         back = self._rolling_back(base, replicas, free - taken)
         return [*joins, *idle_now, *gathered, *back]
+
+    def _may_train(self, replica: str) -> bool:
+        return not self._options.dedicated or replica in self._options.dedicated
 
     # ------------------------------------------------------------ idle detection
 
@@ -83,6 +87,9 @@ class Launcher:
         busy: frozenset[str],
         now: float,
     ) -> list[ToIdle]:
+        if self._options.dedicated:
+            apart = [r.id for r in replicas if r.state == SERVING and self._may_train(r.id)]
+            return [ToIdle(replica=name, why={"dedicated": "it only trains"}) for name in apart]
         window_length, _ = self._books.lengths(base)
         candidates = []
         for seen in replicas:
@@ -178,7 +185,8 @@ class Launcher:
         for session in sorted(sessions, key=lambda s: s.id):
             for holder in holders:
                 fits = holder.base == session.base and holder.data.get(session.adapter, 0) > 0
-                if session.open and fits and holder.id in free and holder.id not in taken:
+                done = (session.id, holder.id) in self._left or holder.id in taken
+                if session.open and fits and holder.id in free and not done:
                     taken.add(holder.id)
                     why: dict[str, float | str] = {
                         "samples": float(holder.data[session.adapter]),
@@ -189,6 +197,7 @@ class Launcher:
 
     def _leaving(self, replicas: Sequence[Seen], sessions: Sequence[SessionSeen]) -> list[Leave]:
         o, by_id, leaves = self._options, {r.id: r for r in replicas}, list[Leave]()
+        self._left = {(s, r) for s, r in self._left if s in {x.id for x in sessions}}
         for session in sessions:
             for client in session.clients:
                 losses = session.losses.get(client, ())
@@ -199,6 +208,8 @@ class Launcher:
                         "best_before": round(min(losses[: -o.patience]), 4),
                     }
                     leaves.append(Leave(session=session.id, replica=client, why=why))
+                    if client in o.dedicated:  # Idle again at once, it would be back at once
+                        self._left.add((session.id, client))
                 elif client in by_id and self._long_suspended(by_id[client]):
                     why = {"suspended_ticks": float(self._books.suspended_ticks(client))}
                     leaves.append(Leave(session=session.id, replica=client, why=why))
@@ -206,7 +217,10 @@ class Launcher:
 
     def _long_suspended(self, seen: Seen) -> bool:
         """Load has kept its training at B = 0 for T' ticks: it had better serve alone."""
-        return self._books.suspended_ticks(seen.id) >= self._books.lengths(seen.base)[1]
+        return (
+            seen.id not in self._options.dedicated
+            and self._books.suspended_ticks(seen.id) >= self._books.lengths(seen.base)[1]
+        )
 
     def _rolling_back(
         self, base: str, replicas: Sequence[Seen], free: frozenset[str]
@@ -218,7 +232,10 @@ class Launcher:
                 why={"idle_ticks": float(self._books.idle_ticks(r.id)), "T_back": float(patience)},
             )
             for r in replicas
-            if r.id in free and r.state == IDLE and self._books.idle_ticks(r.id) >= patience
+            if r.id in free
+            and r.state == IDLE
+            and r.id not in self._options.dedicated
+            and self._books.idle_ticks(r.id) >= patience
         ]
 
 

@@ -148,6 +148,7 @@ class LauncherService:
             server=proposal.server,
             why=proposal.why,
             least=min(sessions.LEAST, len(proposal.clients)),
+            alone=bool(self._settings.dedicated),
         )
         opened = await sessions.open_session(acting.redis, session)
         if opened != session.id:

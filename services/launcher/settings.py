@@ -40,6 +40,11 @@ class LauncherSettings(Settings):
         16, ge=1, description="new samples that start another session of an adapter"
     )
     B0: int = Field(4, ge=1, description="micro-batch that a new session starts with")
+    dedicated: tuple[str, ...] = Field(
+        (),
+        description="Replicas that only train: Idle whenever they do not; while any is named, no "
+        "other one goes Idle. `collm up --policy split` names them",
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> LauncherSettings:
@@ -67,4 +72,5 @@ class LauncherSettings(Settings):
             max_wait=self.max_wait,
             least_fall=self.least_fall,
             patience=self.patience,
+            dedicated=frozenset(self.dedicated),
         )

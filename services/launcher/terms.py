@@ -32,6 +32,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_wait: float = 300.0
     least_fall: float = 0.005  # delta
     patience: int = 2
+    dedicated: frozenset[str] = frozenset()  # replicas that only train; then no other one does
 
     @property
     def rules(self) -> Rules:

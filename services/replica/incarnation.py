@@ -54,9 +54,11 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
 class Incarnation:
     """One replica's record and heartbeat. ``begin`` makes a new life."""
 
-    def __init__(self, redis: Redis, replica: str, model: str, engine: str, threads: int) -> None:
+    def __init__(
+        self, redis: Redis, replica: str, model: str, engine: str, threads: int, *, trains: bool
+    ) -> None:
         self._redis, self.replica, self._model = redis, replica, model
-        self._engine, self._threads = engine, threads
+        self._engine, self._threads, self._trains = engine, threads, trains
         self.id = ""
 
     async def take_id(self) -> None:
@@ -94,13 +96,14 @@ class Incarnation:
             model=self._model,
             engine=self._engine,
             incarnation=self.id,
+            trains=self._trains,
             thread_slots=self._threads,
             host=socket.gethostname(),
             pid=os.getpid(),
             started=float(seconds),
         )
         fields = ("id", "model", "engine", "incarnation", "thread_slots", "host", "pid", "started",
-                  "in_flight", "waiting")  # fmt: skip
+                  "in_flight", "waiting", "trains")  # fmt: skip
         await self._redis.sadd(names.REPLICAS, self.replica)
         await self._redis.hset(names.replica(self.replica), mapping=fresh.to_hash(*fields))
         await move(self._redis, self.replica, State.STARTING, by=self.replica, why=why)
@@ -154,8 +157,9 @@ class Incarnation:
         record = ReplicaRecord(
             id=self.replica, model=self._model, engine=self._engine, incarnation=self.id,
             thread_slots=self._threads, host=socket.gethostname(), pid=os.getpid(),
+            trains=self._trains,
         )  # fmt: skip
-        fields = ("id", "model", "engine", "incarnation", "thread_slots", "host", "pid")
+        fields = ("id", "model", "engine", "incarnation", "thread_slots", "host", "pid", "trains")
         await self._redis.hset(names.replica(self.replica), mapping=record.to_hash(*fields))
         why = "record was lost with Redis's data"
         await move(self._redis, self.replica, State.STARTING, by=self.replica, why=why)

@@ -45,7 +45,12 @@ class Supervisor:
         self._redis: Redis = connect(settings.redis_url)
         self._lives = {
             replica: Incarnation(
-                self._redis, replica, settings.model, settings.engine, settings.thread_count
+                self._redis,
+                replica,
+                settings.model,
+                settings.engine,
+                settings.thread_count,
+                trains=settings.training,
             )
             for replica in settings.replicas
         }

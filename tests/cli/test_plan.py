@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,48 @@ def test_more_names_than_models_are_refused() -> None:
     settings = UpSettings(models=("small",), served_model_names=("one", "two"))
     with pytest.raises(BadPlan, match="2 served model names for 1 models"):
         serve(settings, (SMALL,))
+
+
+def _environments(system: Plan, module: str) -> dict[str, dict[str, str]]:
+    return {p.name: p.environment for p in system.parts if p.module == module}
+
+
+def _trains(system: Plan) -> list[str]:
+    found = _environments(system, "services.replica")
+    return [name for name, e in found.items() if e["COLLM_REPLICA_TRAINING"] == "true"]
+
+
+def test_split_divides_the_replicas_of_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = UpSettings(models=("small:12", "other:2"), policy="split")
+    system = _plan(two, SMALL, OTHER)
+    apart = ["replica-11", "replica-13"]
+    (dispatcher,) = _environments(system, "services.dispatcher").values()
+    assert json.loads(dispatcher["COLLM_DISPATCHER_POLICY_OPTIONS"]) == {"training": apart}
+    (launcher,) = _environments(system, "services.launcher").values()
+    assert json.loads(launcher["COLLM_LAUNCHER_DEDICATED"]) == apart
+    assert _trains(system) == apart
+    monkeypatch.setenv("COLLM_DISPATCHER_POLICY_OPTIONS", '{"serving": 1}')
+    assert _trains(_plan(two, SMALL, OTHER)) == [
+        *(f"replica-{n}" for n in range(1, 12)),
+        "replica-13",
+    ]
+
+
+def test_without_split_or_without_training_nothing_is_divided() -> None:
+    for settings in (
+        UpSettings(models=("small:3",)),
+        UpSettings(models=("small:3",), policy="split", train=False),
+    ):
+        system = _plan(settings, SMALL)
+        every = [e for p in system.parts for e in p.environment]
+        assert "COLLM_LAUNCHER_DEDICATED" not in every
+        assert "COLLM_DISPATCHER_POLICY_OPTIONS" not in every
+        assert len(_trains(system)) == (3 if settings.train else 0)
+
+
+def test_split_needs_a_replica_that_is_left_to_train() -> None:
+    with pytest.raises(BadPlan, match="leaves no replica to train: start more, or use --no-train"):
+        _plan(UpSettings(models=("small:1",), policy="split"), SMALL)
 
 
 def test_the_gateway_stops_first_and_the_replicas_last() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from services.dispatcher.policies.base import Promote, Release, StepSeen
@@ -265,7 +267,37 @@ def test_split_promotes_within_its_own_part_only() -> None:
     assert ask(policy, request("q")) == [Promote(replica="a", why={"queued": 1})]
     told(policy, view("a", context=50), view("b", **idle))
     assert policy.decide(0.0) == [], "b is there to train"
+
+
+IDLE: dict[str, Any] = {"dispatchable": False, "idle": True}
+
+
+@pytest.mark.parametrize("training", ["combined", "serving", "idle"])
+def test_split_promotes_in_its_serving_part_whatever_the_other_does(training: str) -> None:
+    policy = Split()
+    state = IDLE if training == "idle" else {"training": training == "combined"}
+    told(policy, view("a", **IDLE), view("b", **state))
+    assert ask(policy, request("q")) == [Promote(replica="a", why={"queued": 1})]
     told(policy, view("a"))
+    assert where(policy.decide(0.0)) == {"a": ("q",)}
+    assert ask(policy, request("p"), request("o"), now=1.0) != []
+    told(policy, view("a", **IDLE))
+    policy.on_replica_gone("a", 2.0)
+    policy = Split(training=("b",))
+    told(policy, view("b", **IDLE))
+    assert ask(policy, request("q")) == [], "one that only trains is never promoted"
+
+
+def test_split_serves_on_all_but_those_that_are_named() -> None:
+    policy = Split(training=("a", "elsewhere"))
+    told(policy, view("a"), view("b"), view("c"))
+    assert set(where(ask(policy, *(request(f"q{n}") for n in range(9))))) == {"b", "c"}
+
+
+def test_split_of_one_replica_serves_on_it() -> None:
+    policy = Split()
+    told(policy, view("a"))
+    policy.on_arrival(request("q"), 0.0)
     assert where(policy.decide(0.0)) == {"a": ("q",)}
     with pytest.raises(TypeError, match=r"serving: 0 or more replicas expected, -1 given"):
         Split(serving=-1)
