@@ -34,14 +34,6 @@ class Batching(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # Longest step with prompts beside decodes, as the torch engine keeps it; None: no such limit.
     step_seconds: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.lora not in ("unmerged", "merged", "dynamic"):
-            raise ValueError(f"lora: unmerged, merged or dynamic expected, not {self.lora!r}")
-        if self.lora == "dynamic" and self.batching == "static":
-            raise ValueError(
-                "lora dynamic chooses each step's batch anew: static batches have none"
-            )
-
 
 class Span:
     """Iterations that run now: ``steps`` of ``seconds`` each, the first from ``start``."""

@@ -115,6 +115,10 @@ def _convert(plain: Any) -> Scenario:
         name = _at(plain, field)
         if isinstance(name, str) and name not in names:
             raise ScenarioError(f"one of {', '.join(names)} expected, not {name!r}", field)
+    if _at(plain, "batching.lora") == "dynamic" and _at(plain, "batching.batching") == "static":
+        raise ScenarioError(
+            "dynamic chooses each step's batch anew: static batches have none", "batching.lora"
+        )
     for field, number in _numbers(plain):
         if isinstance(number, float) and not math.isfinite(number):
             raise ScenarioError(f"a finite number expected, not {number}", field)

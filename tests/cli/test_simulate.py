@@ -197,6 +197,10 @@ def test_a_negative_number_of_adapters_is_refused() -> None:
         Scenario(workload=Workload(rate=5.0, limit=5, rate_scale=0.0)),
         Scenario(workload=Workload(rate=5.0, limit=5), b_limit=0),
         Scenario(workload=Workload(rate=5.0, limit=5), batching=Batching(lora="merge")),
+        Scenario(
+            workload=Workload(rate=5.0, limit=5),
+            batching=Batching(lora="dynamic", batching="static"),
+        ),
         Scenario(workload=Workload(rate=math.nan, limit=5)),
     ],
 )

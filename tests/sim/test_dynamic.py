@@ -163,14 +163,6 @@ def test_a_paused_request_that_is_taken_back_frees_its_memory_and_may_come_again
     assert replica.kv_used == 0
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"lora": "sometimes"}, {"lora": "dynamic", "batching": "static"}]
-)
-def test_modes_that_do_not_exist_are_refused(wrong: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="lora"):
-        Batching(**wrong)  # type: ignore[arg-type]
-
-
 PROFILE = """
 name: small
 source: test
