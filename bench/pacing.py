@@ -5,7 +5,7 @@ through the running system with 16 emulated replicas in real time, and through t
 Printed is the relative variance (variance over squared mean) of requests ended a second on the
 replica that ended most of them, the one that the pacing policy fills, and its ratio to round
 robin's; and the median over the replicas that served: the last ones have the peaks, so there it
-is no smaller. Seconds are the clock's, also with ``--slow``. Last line: JSON.
+is no smaller. Seconds are the cluster's own: ``--slow`` of the clock's. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ def dispersion(rows: Sequence[Sequence[float]]) -> float | None:
 def fullest(rows: Sequence[Sequence[float]]) -> float | None:
     """The same of the replica that ended most requests."""
     return dispersion([max(rows, key=sum)]) if rows else None
+
+
+def coarser(rows: Sequence[Sequence[float]], factor: int) -> list[list[float]]:
+    """``factor`` neighbouring bins as one; an incomplete last one is left out."""
+    return [
+        [sum(row[k : k + factor]) for k in range(0, len(row) - factor + 1, factor)] for row in rows
+    ]
 
 
 async def ends(url: str) -> dict[str, list[float]]:
@@ -87,19 +94,20 @@ def one(policy: str, o: argparse.Namespace) -> dict[str, Any]:
             if done.returncode:
                 raise RuntimeError(f"the load generator failed:\n{done.stderr[-2000:]}")
             real: dict[str, Any] = json.loads((Path(folder) / "r.json").read_text())
-        rows = binned(asyncio.run(ends(stack.redis)), 1.0)
+        rows = binned(asyncio.run(ends(stack.redis)), o.slow)
         lag = stack.step_lag() or 0.0
     with tempfile.TemporaryDirectory() as folder:
         options = argparse.Namespace(
             slo=limits, replicas=16, profile=slowed_profile("h20-8b", o.slow, Path(folder))
         )
         sim = simulated(real, policy, options)
+    served = coarser(sim["by_time"]["served"], max(1, round(o.slow)))
     return {
         "policy": policy,
         "real": fullest(rows),
-        "simulated": fullest(sim["by_time"]["served"]),
+        "simulated": fullest(served),
         "real_median": dispersion(rows),
-        "simulated_median": dispersion(sim["by_time"]["served"]),
+        "simulated_median": dispersion(served),
         "attainment": real["slo_attainment"],
         "simulated_attainment": sim["slo_attainment"],
         "requests": real["offered"],
@@ -112,7 +120,12 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m bench.pacing", description=__doc__)
     p.add_argument("--data", type=Path, metavar="FOLDER", help=azure.SOURCE)
     p.add_argument("--trace", nargs="+", metavar="TAG=CSV", help="instead of --data")
-    p.add_argument("--scale", type=float, default=2.5, help="of the recorded rate")
+    p.add_argument(
+        "--scale",
+        type=float,
+        default=1.26,
+        help="of the recorded rate; 2x of the evaluation's load",
+    )
     p.add_argument("--seconds", type=float, default=60.0)
     p.add_argument("--slow", type=float, default=1.0)
     o = p.parse_args(arguments)

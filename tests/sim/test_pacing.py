@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from bench.pacing import binned, dispersion, fullest
+from bench.pacing import binned, coarser, dispersion, fullest
 from bench.validity import simulated
 
 
@@ -22,6 +22,11 @@ def test_an_even_replica_has_no_dispersion_and_the_median_replica_is_told() -> N
 def test_ends_are_counted_from_the_first_of_all_replicas() -> None:
     rows = binned({"a": [10.0, 10.4, 12.1], "b": [11.0]}, 1.0)
     assert rows == [[2.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
+
+
+def test_bins_of_a_slowed_cluster_are_joined_to_its_own_seconds() -> None:
+    assert coarser([[1.0, 2.0, 3.0, 4.0, 9.0], []], 2) == [[3.0, 7.0], []]
+    assert coarser([[1.0, 2.0]], 1) == [[1.0, 2.0]]
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "collm"])
