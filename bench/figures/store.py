@@ -31,7 +31,6 @@ CODE = (
     "services/dispatcher/policies/**/*.py",
     "services/dispatcher/credit.py",
     "services/dispatcher/demand_meter.py",
-    "services/dispatcher/outflow.py",
     "services/coordinator/*.py",
     "services/launcher/*.py",
     "services/replica/merging.py",

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from services.dispatcher.outflow import Outflow
 from services.dispatcher.policies.base import Request
+from services.dispatcher.policies.parts.outflow import Outflow
 from shared.demand import ModelDemand
 
 SECONDS = 60  # of arrivals that are remembered, one bin a second

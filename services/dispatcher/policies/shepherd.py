@@ -20,7 +20,6 @@ import bisect
 from collections import deque
 from collections.abc import Sequence
 
-from services.dispatcher.outflow import Outflow
 from services.dispatcher.policies.apart import Apart
 from services.dispatcher.policies.base import (
     Action,
@@ -36,6 +35,7 @@ from services.dispatcher.policies.base import (
 from services.dispatcher.policies.fleet import Fleet, Member
 from services.dispatcher.policies.parts.fit import StepFit
 from services.dispatcher.policies.parts.lengths import Lengths
+from services.dispatcher.policies.parts.outflow import Outflow
 from shared.demand import drain_seconds
 from shared.latency import LatencyModel
 
