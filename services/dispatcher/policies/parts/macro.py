@@ -27,6 +27,8 @@ SMOOTHING = 0.05
 STANDING = 0.2  # relative change of Q times rate below which a replica keeps its place
 REST_SHARE = 0.1  # of the replicas: a load that needs less leaves the cluster at rest
 IDLE_SHARE = 0.5  # of the replicas without requests in time: hopeless ones may have them
+DOUBT = 0.1  # share by which a request may be quicker than predicted
+BETTER = 0.1  # share of its time that an Idle replica must have to spare to be worth a promotion
 REFITS_MAX = 64  # replicas whose coefficients are fitted anew in one cycle
 
 
@@ -221,10 +223,10 @@ class Macro:
     # ------------------------------------------------------------ for the micro cycle
 
     def hopeless(self, w: Waiting, now: float) -> bool:
-        """Whether not even an empty replica would keep its limits now."""
-        if self.reach.keeps(w, now):
+        """Whether not even an empty replica would keep its limits now, in all likelihood."""
+        if self.reach.keeps(w, now, -DOUBT):
             return False
-        if self.idle and self._idle_reach.keeps(w, now):
+        if self.idle and self._idle_reach.keeps(w, now, BETTER):
             self.expired(1)  # an Idle one could: those to come shall have it
         return True
 

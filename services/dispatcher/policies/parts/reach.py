@@ -45,11 +45,17 @@ class Reach:
                 ]
         self.largest, self._front = largest or INFINITY, front
 
-    def keeps(self, w: Waiting, now: float) -> bool:
-        """Whether an empty replica would keep its limits; True while there is none."""
+    def keeps(self, w: Waiting, now: float, ease: float = 0.0) -> bool:
+        """Whether an empty replica would keep its limits; True while there is none.
+
+        ``ease``: with that share of the time it takes to spare; below 0: though it takes that much
+        less than predicted. A pace gets no better by waiting and is taken as predicted.
+        """
+        pace = w.request.tpot if w.output > 1 else None
         for token, prompt, chunk in self._front:
             first = now + prompt * w.prompt + chunk * w.chunks
-            if w.met(first, first + w.output * token, 0.0):
+            end = first + w.output * token
+            if (pace is None or token <= pace) and w.met(first, end, ease * (end - now)):
                 return True
         return not self._front
 
