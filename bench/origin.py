@@ -19,8 +19,21 @@ def facts() -> dict[str, str | None]:
 
 
 def command() -> str:
-    """This process's own command line, ready for a shell."""
-    return shlex.join(sys.orig_argv)
+    """This process's own command line, ready for a shell.
+
+    Of absolute paths what says something elsewhere: inside the checkout from there, else the last
+    part.
+    """
+    return shlex.join(_without_place(argument) for argument in sys.orig_argv)
+
+
+def _without_place(argument: str) -> str:
+    name, equals, value = argument.rpartition("=")
+    if not os.path.isabs(value):
+        return argument
+    path = Path(value)
+    kept = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+    return f"{name}{equals}{kept or value}"
 
 
 def commit(root: Path = ROOT) -> str | None:

@@ -17,7 +17,7 @@ LONG = ("by_time", "scenario", "tags")  # left out of the parts
 def facts(found: Found, made: Mapping[str, str | None]) -> dict[str, Any]:
     """As plain JSON. ``made``: of ``bench.origin``."""
     plan = found.plan
-    traces = {str(tag): str(path) for tag, path in plan.traces}
+    traces = {str(tag): path.name for tag, path in plan.traces}
     once = ("pairs", "split", "adapters", "ablations", "above_one", "served_dispersion", "fit")
     return {
         **made,

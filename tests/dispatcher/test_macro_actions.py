@@ -10,6 +10,7 @@ from services.dispatcher.policies.base import Promote, Suspend
 from services.dispatcher.policies.collm import Collm
 from services.dispatcher.policies.parts.lane import Lane
 from services.dispatcher.policies.parts.macro import PROMOTE_SECONDS, Macro
+from services.dispatcher.policies.parts.rest import QUIET_SECONDS
 from services.dispatcher.policies.parts.waiting import Waiting
 from tests.dispatcher.cluster import RATE, arrive, cluster, known
 from tests.dispatcher.made import request, told, view
@@ -62,6 +63,21 @@ def test_the_wish_is_repeated_once_a_minute_while_they_are_not_enough() -> None:
         (230, Suspend(replicas=("a",), wanted=True)),
         (290, Suspend(replicas=("a",), wanted=True)),
     ]
+
+
+@pytest.mark.parametrize("in_need", [True, False])
+def test_after_a_burst_training_goes_on_though_the_load_is_high(in_need: bool) -> None:
+    """Unless requests still come too late."""
+    policy = cluster(known("a", training=True), known("b", training=True), asked=2)
+    taken_back = None
+    for second in range(2, 40):
+        for n in range(50 if second < 10 else 4):  # then: 0.7 to 1 of what both carry
+            arrive(policy.macro, f"p{second}{n}")
+        policy.macro.expired(1 if in_need or second < 10 else 0)
+        for each in policy.macro.cycle(policy, float(second)):
+            if each == Suspend(replicas=("a", "b"), wanted=False):
+                taken_back = taken_back or second
+    assert taken_back == (None if in_need else 9 + QUIET_SECONDS + 1)
 
 
 def test_load_alone_stops_no_training_as_long_as_nobody_was_late() -> None:

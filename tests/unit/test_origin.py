@@ -41,6 +41,17 @@ def test_the_command_is_the_one_that_was_typed() -> None:
     assert done.stdout.strip().endswith("--out 'a folder'")
 
 
+def test_the_command_does_not_tell_where_things_lie_on_this_machine(tmp_path: Path) -> None:
+    code = "from bench import origin; print(origin.command())"
+    traces, inside = tmp_path / "traces", origin.ROOT / "docs" / "evaluation"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--data", str(traces), f"--out={inside}"],
+        cwd=origin.ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip().endswith("--data traces --out=docs/evaluation")
+    assert str(tmp_path) not in done.stdout
+
+
 def test_the_processor_is_named(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: Fast 9000\nflags\t: x\n")

@@ -111,8 +111,8 @@ class Macro:
         self.reach.renew(self.order)
         self._idle_reach.renew(self.idle)
         training = tuple(lane.view.id for lane in self.order if lane.view.training)
-        short, self._short = self._short and need > self._capacity, False
-        return self._rest.ask(training, short=short, capacity=self._capacity, need=need, now=now)
+        late, self._short = self._short, False
+        return self._rest.ask(training, late=late, capacity=self._capacity, need=need, now=now)
 
     def _rank(self, need: float) -> None:
         """Order of the replicas, and how many of them carry ``need`` requests a second.
