@@ -88,6 +88,6 @@ def text(made: Mapping[str, str | None]) -> str:
     return f"""
 ## How this was made
 `{made["command"]}`{commit}, {made["date"]}, on {made["machine"]}. Simulations that were kept from
-earlier runs of the same code are not made again; `results.json` says of each when it was made, and
-on what machine its processor time was measured.
+earlier runs of the same code are not made again; the JSON beside this page says of each when it was
+made, and on what machine its processor time was measured.
 """
