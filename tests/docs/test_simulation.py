@@ -39,7 +39,11 @@ def _fields(kind: type[msgspec.Struct], before: str = "") -> Iterator[tuple[str,
         if structs and (path not in OPTION_OF or structs[0] is Federated):
             yield from _fields(structs[0], f"{path}.")
         else:
-            yield path, "" if field.required else json.dumps(field.default, default=str)
+            yield path, "" if field.required else json.dumps(field.default, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, frozenset) else str(value)
 
 
 def test_every_field_without_an_option_is_in_a_table_with_its_default() -> None:
