@@ -54,7 +54,7 @@ coverage: $(STAMP) ## branch coverage of the whole test suite
 
 mutation: $(STAMP) ## mutants of what decides: how many do the tests find? (an hour of one core)
 	@$(BIN)/python -c 'import mutmut' 2>/dev/null || \
-		$(BIN)/python -m pip install "$$($(BIN)/python -m tools.dependencies mutation)"
+		{ $(BIN)/python -m tools.dependencies mutation | $(BIN)/python -m pip install -r /dev/stdin; }
 	nice -n 19 $(BIN)/python -m mutmut run --max-children 1 $(ARGS)
 	$(BIN)/python -m tools.mutants
 
