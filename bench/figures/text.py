@@ -58,6 +58,11 @@ dlora +10.5 %, round_robin +27 %, peft +42 and **+78 %** \
 | 8 and 16 emulated replicas, 4 times slower (void: step lag) \
 | +2 to +9 % | within 0.02 | -14 to +1 % |
 | 16 emulated replicas in real time, code (void: step lag) | +22 to +34 % | +0.06 to +0.13 | – |
+| two real CPU replicas (AVX512, 2026-12-01) at 0.5 of the recorded rate, all policies \
+| within 1 % | 0.0 | +3 to +11 % |
+| the same at 1.5, beyond what they carry \
+(with the speed of the very run: -21 to +12 %, within 0.05) \
+| +14 to **-51 %** | +0.07 to **-0.17** | **-20 to +34 %** |
 | two real CPU replicas, not full | within 1 % | within 0.004 | +2 to +8 %; collm **+21 %** |
 | two real CPU replicas at their limit, after mends \
 (AVX2; one profile, then one of a slower minute) \
