@@ -53,30 +53,27 @@ class Refusal(msgspec.Struct, frozen=True):
 
 def misfit(entry: Entry, why: str) -> Refusal:
     """No replica carries it."""
-    return Refusal(
-        entry,
-        Failed(
-            id=entry.id,
-            attempt=entry.attempt,
-            status=400,
-            code="context_length_exceeded",
-            message=why,
-            type="invalid_request_error",
-        ),
-    )
+    return _refused(entry, 400, "invalid_request_error", "context_length_exceeded", why)
 
 
 def overload(entry: Entry, why: str, retry_after: float) -> Refusal:
     """Too much is asked; ``retry_after`` in seconds."""
+    kind, code = "service_unavailable_error", "server_is_overloaded"
+    return _refused(entry, 503, kind, code, why, retry_after)
+
+
+def _refused(
+    entry: Entry, status: int, kind: str, code: str, why: str, retry_after: float | None = None
+) -> Refusal:
     return Refusal(
         entry,
         Failed(
             id=entry.id,
             attempt=entry.attempt,
-            status=503,
-            code="server_is_overloaded",
+            status=status,
+            code=code,
             message=why,
-            type="service_unavailable_error",
+            type=kind,
             retry_after=retry_after,
         ),
     )
