@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from collm import models
+from collm.commands.simulate import POLICY_HELP
 from collm.console import err, fail, tell
 from collm.redis_server import NoRedis, RedisServer
 from collm.up import claims, lora, runner
@@ -40,7 +41,7 @@ def up(
         list[str] | None, Option(help="Public name of a model, in the order of --model")
     ] = None,
     replicas: Annotated[int | None, Option(help="Replicas of a model that names no number")] = None,
-    policy: Annotated[str | None, Option(help="Dispatch policy")] = None,
+    policy: Annotated[str | None, Option(help=POLICY_HELP)] = None,
     engine: Annotated[str | None, Option(help="torch or emulated")] = None,
     profile: Annotated[str | None, Option(help="Hardware profile of the emulated engine")] = None,
     lora_modules: Annotated[

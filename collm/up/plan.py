@@ -10,6 +10,7 @@ from pathlib import Path
 from collm.models import Model
 from collm.up.reading import read
 from collm.up.settings import UpSettings
+from services.dispatcher.policies.registry import UnknownPolicy, create
 from services.dispatcher.settings import DispatcherSettings
 from services.gateway.settings import GatewaySettings
 from services.replica.settings import ReplicaSettings
@@ -21,7 +22,7 @@ ENDING_SECONDS = 10.0  # of a replica after it has drained
 
 
 class BadPlan(ValueError):
-    """The options contradict one another; the message says which and how to mend it."""
+    """Options that contradict one another or name no policy; says which and how to mend it."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,12 @@ def _apart(
 ) -> list[str]:
     """With the policy ``split``: the replicas that only train. The others never do.
 
-    Of each model the first ``serving`` (all but one, if it is 0) serve. Raises BadPlan.
+    Of each model the first ``serving`` (all but one, if it is 0) serve. Raises BadPlan, also where
+    the dispatcher would refuse its policy.
     """
     own = read("dispatcher", "services.dispatcher", dispatcher)
     assert isinstance(own, DispatcherSettings)
+    _check_policy(own)
     if own.policy != SPLIT or not settings.train:
         return []
     named, count = own.policy_options.get("training"), own.policy_options.get("serving", 0)
@@ -171,6 +174,16 @@ def _apart(
     if not found:
         raise BadPlan("--policy split leaves no replica to train: start more, or use --no-train")
     return found
+
+
+def _check_policy(own: DispatcherSettings) -> None:
+    """Raises BadPlan. ``module:Class`` is code of somebody else's, which the dispatcher imports."""
+    if ":" in own.policy:
+        return
+    try:
+        create(own.policy, **own.policy_options)
+    except UnknownPolicy as e:
+        raise BadPlan(str(e)) from e
 
 
 def _names(served: tuple[Served, ...]) -> list[list[str]]:

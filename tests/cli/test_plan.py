@@ -108,6 +108,25 @@ def test_split_needs_a_replica_that_is_left_to_train() -> None:
         _plan(UpSettings(models=("small:1",), policy="split"), SMALL)
 
 
+@pytest.mark.parametrize(
+    ("policy", "options", "said"),
+    [
+        ("fastest", "{}", "no dispatch policy 'fastest'; known: collm"),
+        ("least_loaded", '{"patience": 5}', "dispatch policy 'least_loaded': .*'patience'"),
+    ],
+)
+def test_a_policy_that_the_dispatcher_would_refuse_ends_the_plan(
+    policy: str, options: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLLM_DISPATCHER_POLICY_OPTIONS", options)
+    with pytest.raises(BadPlan, match=said):
+        _plan(UpSettings(models=("small",), policy=policy), SMALL)
+
+
+def test_a_policy_from_elsewhere_is_left_to_the_dispatcher() -> None:
+    _plan(UpSettings(models=("small",), policy="no_such_module:Policy"), SMALL)
+
+
 def test_the_gateway_stops_first_and_the_replicas_last() -> None:
     stops = _plan(UpSettings(models=("small",), replicas=2), SMALL).stops()
     assert stops[0] == ("gateway",)
