@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from collm.console import err, fail, tell
 from loadgen import trace
-from services.dispatcher.policies.registry import POLICIES, UnknownPolicy
+from services.dispatcher.policies.registry import CHOICES, UnknownPolicy
 from shared import slo
 from shared.profile import ProfileError
 from sim import report, what_if
@@ -31,7 +31,7 @@ BAD_INPUT = (
     trace.TraceError,
     ValueError,
 )
-POLICY_HELP = f"Dispatch policy: {', '.join(sorted(POLICIES))}, or module:Class of your own"
+POLICY_HELP = f"Dispatch policy: {CHOICES} of your own"
 STATIC_HELP = "Static batches instead of continuous ones: the paper's PEFT has them (--policy peft)"
 TRAIN_HELP = "Fine-tune when idle; in published comparisons only collm does, the others --no-train"
 ADAPTERS_HELP = "Number of adapters, popularity by Zipf's law"

@@ -13,13 +13,13 @@ from typing import Annotated
 import typer
 
 from collm import models
-from collm.commands.simulate import POLICY_HELP
 from collm.console import err, fail, tell
 from collm.redis_server import NoRedis, RedisServer
 from collm.up import claims, lora, runner
 from collm.up.errors import UpError
 from collm.up.plan import BadPlan, Plan, listening, plan, serve, split
 from collm.up.settings import UpSettings
+from services.dispatcher.policies.registry import CHOICES
 from services.gateway.settings import GatewaySettings
 from shared.profile import ProfileError
 from shared.profile import load as load_profile
@@ -41,7 +41,7 @@ def up(
         list[str] | None, Option(help="Public name of a model, in the order of --model")
     ] = None,
     replicas: Annotated[int | None, Option(help="Replicas of a model that names no number")] = None,
-    policy: Annotated[str | None, Option(help=POLICY_HELP)] = None,
+    policy: Annotated[str | None, Option(help=f"Dispatch policy: {CHOICES} of your own")] = None,
     engine: Annotated[str | None, Option(help="torch or emulated")] = None,
     profile: Annotated[str | None, Option(help="Hardware profile of the emulated engine")] = None,
     lora_modules: Annotated[

@@ -28,6 +28,10 @@ POLICIES: Mapping[str, Callable[..., Policy]] = {
 }
 
 
+# What may be asked for, in words.
+CHOICES = f"{', '.join(sorted(POLICIES))}, or module:Class"
+
+
 class UnknownPolicy(ValueError):
     """No policy has this name, or it does not take one of the options."""
 
@@ -36,8 +40,7 @@ def create(name: str, **options: Any) -> Policy:
     """A fresh policy for one model. ``package.module:Class`` is imported. Raises UnknownPolicy."""
     maker = _foreign(name) if ":" in name else POLICIES.get(name)
     if maker is None:
-        known = ", ".join(sorted(POLICIES))
-        raise UnknownPolicy(f"no dispatch policy {name!r}; known: {known}, or module:Class")
+        raise UnknownPolicy(f"no dispatch policy {name!r}; known: {CHOICES}")
     try:
         made = maker(**options)
     except TypeError as e:
