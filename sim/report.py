@@ -21,6 +21,7 @@ STYLE = (
     "text-align:right}td:first-child,th:first-child{text-align:left}img{max-width:100%}"
     "pre{background:#f6f6f6;padding:1rem;overflow:auto;font-size:13px}"
 )
+UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 NUMBERS = (
     ("requests offered", "offered"),
     ("completed", "completed"),
@@ -40,9 +41,14 @@ NUMBERS = (
 )
 
 
+WORDS = (
+    "<p>Good requests and goodput are a second until the last arrival or answer in time, all other "
+    "rates until the last answer: where late answers take long, goodput is above the output.</p>"
+)
+
 WHAT_IF_NUMBERS = (
     ("largest load, times the given one", "largest_scale"),
-    ("requests/s there", "requests_per_s"),
+    ("requests answered there, a second until the last answer", "requests_per_s"),
     ("goodput there, tokens/s", "goodput_tokens_per_s"),
     ("SLO attainment there", "slo_attainment"),
     ("SLO attainment unloaded", "unloaded_attainment"),
@@ -116,14 +122,15 @@ def save(result: Mapping[str, Any], folder: Path) -> Path:
 def render(result: Mapping[str, Any]) -> str:
     """The page. Raises NoPlots."""
     title = f"{result['policy']} on {result['replicas']} x {result['profile']} (simulated)"
-    columns = {"all": result, **result["tags"]}
+    tags = {} if list(result["tags"]) == [""] else result["tags"]  # else all twice
+    columns = {"all": result, **tags}
     head = ["", *(tag or "untagged" for tag in columns)]
     rows = ((name, *(column.get(key) for column in columns.values())) for name, key in NUMBERS)
     plots = "".join(
         f'<h2>{html.escape(name)}</h2><img alt="{html.escape(name)}" src="{_embedded(figure)}">'
         for name, figure in _figures(result).items()
     )
-    return _page(title, _table(head, rows) + plots, result["scenario"])
+    return _page(title, _table(head, rows) + WORDS + plots, result["scenario"])
 
 
 def _page(title: str, body: str, scenario: Mapping[str, Any]) -> str:
@@ -147,7 +154,9 @@ def _cell(value: Any) -> str:
         return "–"
     if isinstance(value, str):
         return html.escape(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:,.4g}"
 
 
 def _figures(result: Mapping[str, Any]) -> dict[str, Figure]:
@@ -157,37 +166,46 @@ def _figures(result: Mapping[str, Any]) -> dict[str, Figure]:
 
     series = result["by_time"]
     width = series["bucket_seconds"]
+    unit, length = _unit(result["drained"])
     found = {"Load and goodput": Figure(figsize=(9, 3), layout="constrained")}
     axes = found["Load and goodput"].subplots()
     for row, label in (("offered", "offered"), ("good", "answered in time"), ("shed", "refused")):
         values = series.get(row, [])
         if values:
-            hours = [k * width / 3600 for k in range(len(values))]
-            axes.plot(hours, [v / width for v in values], label=label, linewidth=1)
-    axes.set(xlabel="hours", ylabel="requests/s")
+            times = [k * width / length for k in range(len(values))]
+            axes.plot(times, [v / width for v in values], label=label, linewidth=1)
+    axes.set(xlabel=unit, ylabel="requests/s")
     axes.legend()
     for title, key in (("Utilisation of serving", "utilisation"), ("Training", "training")):
         if any(map(any, series[key])):
-            found[title] = _heat(series[key], series["utilisation_bucket_seconds"])
+            seconds = series["utilisation_bucket_seconds"] / length
+            found[title] = _heat(series[key], seconds, unit)
     if "training" in result:
         figure = found["Cross-entropy on references"] = Figure((9, 3), layout="constrained")
         axes = figure.subplots()
-        times, losses = zip(*result["training"]["cross_entropy"], strict=True)
-        axes.step([t / 3600 for t in times], losses, where="post")
-        axes.set(xlabel="hours", ylabel="nats/token")
+        points = result["training"]["cross_entropy"]
+        points = [*points, [max(points[-1][0], result["drained"]), points[-1][1]]]  # to the end
+        axes.step([t / length for t, _ in points], [ce for _, ce in points], where="post")
+        axes.set(xlabel=unit, ylabel="nats/token")
     return found
 
 
-def _heat(rows: list[list[float]], width: float) -> Figure:
+def _unit(seconds: float) -> tuple[str, float]:
+    """In what a time axis of that length is told, and how many seconds that is."""
+    return next(((u, s) for u, s in UNITS if seconds >= 2 * s), UNITS[-1])
+
+
+def _heat(rows: list[list[float]], width: float, unit: str) -> Figure:
+    """``width`` of a bucket, in ``unit``."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3), layout="constrained")
     axes = figure.subplots()
     longest = max(map(len, rows))
     image = [row + [0.0] * (longest - len(row)) for row in rows]
-    extent = (0, longest * width / 3600, len(rows), 0)
+    extent = (0, longest * width, len(rows), 0)
     shown = axes.imshow(image, aspect="auto", vmin=0, vmax=1, extent=extent, cmap="viridis")
-    axes.set(xlabel="hours", ylabel="replica")
+    axes.set(xlabel=unit, ylabel="replica")
     figure.colorbar(shown, ax=axes)
     return figure
 

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import msgspec
 import yaml
@@ -41,6 +41,7 @@ ABOVE_0 = (
     "federated.max_rounds",
     "federated.launcher.tick",
 )
+MOST_REPLICAS = 100_000  # 10,000 take 280 MB; what is far beyond does not fit in memory
 RANGES = {">": "above", ">=": "at least", "<": "below", "<=": "at most"}
 
 
@@ -59,7 +60,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Everything that decides the outcome."""
 
     profile: str = "h20-8b"
-    replicas: Count = 16
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=MOST_REPLICAS)] = 16
     policy: str = "collm"
     policy_options: dict[str, Any] = {}
     workload: Workload = Workload()
@@ -106,7 +107,7 @@ def _in_words(wanted: str) -> str:
     found = re.fullmatch(r"Expected `\w+` ([<>]=?) (\S+)", wanted)
     if found is None:
         return wanted[:1].lower() + wanted[1:]
-    return f"{RANGES[found[1]]} {float(found[2]):g} expected"
+    return f"{RANGES[found[1]]} {float(found[2]):,.10g} expected"
 
 
 def _convert(plain: Any) -> Scenario:
@@ -171,10 +172,15 @@ def build(scenario: Scenario) -> World:
     check(scenario)
     work = scenario.workload
     if bool(work.traces) + bool(work.streams) + (work.rate is not None) != 1:
-        raise ScenarioError("a workload has one of: traces, streams, a rate")
+        raise ScenarioError(
+            "a workload has one of: traces, streams, a rate (--trace FILE or --rate NUMBER)"
+        )
     endless = work.rate is not None or work.streams or work.repeat
     if endless and work.limit is None and work.duration is None:
-        raise ScenarioError("this workload never ends: give a limit or a duration")
+        raise ScenarioError(
+            "this workload never ends: give a limit or a duration (--limit or --hours)"
+        )
+    _check_tags(work)
     hardware = profile.load(scenario.profile)
     world = World(
         create(scenario.policy, **scenario.policy_options),
@@ -192,6 +198,15 @@ def build(scenario: Scenario) -> World:
     if scenario.federated is not None:
         world.federation = Federation(world, scenario.federated, curve)
     return world
+
+
+def _check_tags(work: Workload) -> None:
+    """A limit for requests that do not come would leave all others without one, unsaid."""
+    tags = [tag for tag, _ in work.traces] + [stream.tag for stream in work.streams]
+    strange = sorted(work.slos.keys() - {"", *tags})
+    if strange:
+        there = f"those of this workload: {', '.join(tags)}" if tags else "at a rate none has one"
+        raise ScenarioError(f"no request has the tag {strange[0]!r}; {there}", "workload.slos")
 
 
 def run(scenario: Scenario, watch: Callable[[World], None] | None = None) -> dict[str, Any]:

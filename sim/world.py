@@ -100,6 +100,7 @@ class World:
         self.more_to_come = job is not None
         if job is not None:
             self.kernel.push(job.received + self.delays.request, arrival.handle, job)
+        self._look_for_the_end()  # the last one may have been refused
 
     def enter(self, job: Job) -> bool:
         """Count an arrival; False for one that no replica could ever hold (refused at once)."""
@@ -152,6 +153,9 @@ class World:
 
     def _one_ended(self) -> None:
         self.ended = self.kernel.now
+        self._look_for_the_end()
+
+    def _look_for_the_end(self) -> None:
         self.kernel.stopped = not (self.more_to_come or self.jobs)
 
     def run(self, watch: Callable[[World], None] | None = None) -> None:

@@ -175,6 +175,23 @@ def test_the_what_if_finds_the_edge(profile_file: str) -> None:
     assert found["training_samples_per_s"]["at_scale_1"] >= 0
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_run_ends_where_its_last_request_fits_no_replica(
+    profile_file: str, tmp_path: Path, policy: str
+) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:01,10,5\n"
+        "2024-05-10 00:00:09,99999999999999999999,5\n"
+    )
+    for federated in (None, Federated(launcher=QUICK)):
+        work = Workload(traces=(("t", path),), slos={"": Slo(e2e_ms=2000)})
+        world = build(scenario(profile_file, policy=policy, workload=work, federated=federated))
+        world.kernel.run(world, 100_000)
+        assert world.kernel.stopped or not len(world.kernel)
+        assert (world.recorder.total.completed, world.recorder.total.unfinished) == (1, 1)
+
+
 def test_a_what_if_without_slo_is_refused(profile_file: str) -> None:
     work = Workload(rate=4.0, limit=10)
     with pytest.raises(ScenarioError, match="--slo"):
@@ -188,6 +205,15 @@ def test_a_what_if_without_slo_is_refused(profile_file: str) -> None:
         ({"workload": Workload()}, "one of: traces"),
         ({"workload": Workload(rate=1.0)}, "never ends"),
         ({"curve": "absent"}, "known: "),
+        ({"replicas": 1_000_000_000}, "at most 100,000 expected"),
+        (
+            {"workload": Workload(rate=1.0, limit=1, slos={"code": Slo(e2e_ms=9)})},
+            "workload.slos: no request has the tag 'code'; at a rate none has one",
+        ),
+        (
+            {"workload": Workload(streams=AZURE_LIKE, limit=1, slos={"cod": Slo(e2e_ms=9)})},
+            "no request has the tag 'cod'; those of this workload: code, conv",
+        ),
     ],
 )
 def test_a_senseless_scenario_is_refused(
@@ -230,6 +256,16 @@ def test_the_report_is_one_page_that_needs_nothing_else(profile_file: str, tmp_p
     assert "http" not in page.replace("data:image", "")
     assert (tmp_path / "out" / "result.json").exists()
     assert "Virtual time" in page
+    assert "untagged" not in page, "the same column twice"
+    for number in ("1234567.8", "23380.4"):
+        assert f"{float(number):,.0f}" in report.render({**result, "p99_ttft_ms": float(number)})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit"), [(0.5, "seconds"), (119, "seconds"), (120, "minutes"), (7200, "hours")]
+)
+def test_a_page_tells_time_in_what_fits_the_run(seconds: float, unit: str) -> None:
+    assert report._unit(seconds)[0] == unit
 
 
 def test_a_loss_curve_falls_from_start_to_floor() -> None:
