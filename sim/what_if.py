@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -54,6 +55,7 @@ def answer(
     needed = target * unloaded
     best = _largest(attainment, needed)
     federated = scenario.federated or Federated()
+    say(f"beside training: scales 1 and {best:.3g}")
     runs = {
         name: run(at_scale(scenario, scale, federated))
         for name, scale in (("at_scale_1", 1.0), ("at_largest_scale", best))
@@ -80,6 +82,20 @@ def answer(
         "took_s": round(time.perf_counter() - started, 2),
         "scenario": scenario.saved(),
     }
+
+
+def target_of(path: Path) -> float | None:
+    """Of a saved what-if (``what_if.json``); None where the file holds none, or is no JSON."""
+    try:
+        plain = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None  # `sim.scenario.read` says what is wrong
+    if not isinstance(plain, dict) or not plain.get("what_if"):
+        return None
+    target = plain.get("target")
+    if not isinstance(target, int | float):
+        raise ScenarioError(f"{path}: a number expected as target, not {target!r}")
+    return float(target)
 
 
 def _largest(attainment: Callable[[float], float], needed: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -37,6 +38,7 @@ TRAIN_HELP = "Fine-tune when idle; in published comparisons only collm does, the
 ADAPTERS_HELP = "Number of adapters, popularity by Zipf's law"
 TARGET_HELP = "Attainment to sustain, of the unloaded one: above 0, at most 1"
 OUT_HELP = "Folder for report.html and result.json (without --rate-scale: what_if.json)"
+FILE_HELP = "scenario.json (or what_if.json) of a run with --out, run again"
 BESIDE_A_FILE = {"file", "out"}  # options that --scenario leaves open
 # What options set, by its path in the scenario. `--scenario` and `--out` set none.
 OPTION_OF = {
@@ -109,15 +111,18 @@ def simulate(
     seed: Annotated[int, Option()] = 0,
     file: Annotated[
         Path | None,
-        Option("--scenario", metavar="FILE", help="scenario.json of a run with --out, run again"),
+        Option("--scenario", metavar="FILE", help=FILE_HELP),
     ] = None,
     out: Annotated[Path | None, Option(help=OUT_HELP)] = None,
 ) -> None:
     """Simulate a cluster: one load with --rate-scale, else the largest it sustains."""
     try:
+        if out is not None:
+            _look_at(out)
         if file is not None:
             _says_everything(context)
-            _show(_one(read(file), out), out)
+            again, asked = read(file), what_if.target_of(file)
+            _show(_one(again, out) if asked is None else _what_if(again, asked), out)
             return
         work = Workload(
             traces=tuple(trace.parse_argument(t) for t in traces or ()),
@@ -149,6 +154,15 @@ def simulate(
         _show(_what_if(scenario, target) if scale is None else _one(scenario, out), out)
     except BAD_INPUT as e:
         fail(_named(e))
+
+
+def _look_at(out: Path) -> None:
+    """Before a long run: could its folder be made? Nothing is left where the run is refused."""
+    there = next(p for p in (out, *out.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ScenarioError(f"--out {out}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ScenarioError(f"--out {out}: no right to write in {there}")
 
 
 def _named(error: Exception) -> str:

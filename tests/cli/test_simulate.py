@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import sys
@@ -126,7 +127,7 @@ def test_options_of_a_policy_reach_it() -> None:
     [
         ("{on_overload: shed}", "not JSON"),
         ('["shed"]', "names and values in braces expected"),
-        ('{"on_overlord": "shed"}', "on_overlord"),
+        ('{"on_overlord": "shed"}', "'on_overlord'; its options: on_overload, headroom"),
         ('{"on_overload": "flee"}', "best_effort or shed expected"),
     ],
 )
@@ -168,6 +169,8 @@ def test_traces_of_different_days_can_be_aligned(tmp_path: Path) -> None:
         ("--output-scale", "inf", "--output-scale: a finite number expected, not inf"),
         ("--replicas", "0", "--replicas: at least 1 expected"),
         ("--seed", "-1", "--seed: at least 0 expected"),
+        ("--replicas", "1000000", "--replicas: at most 100,000 expected"),
+        ("--slo", "code/e2e:1s", "--slo: no request has the tag 'code'"),
     ],
 )
 def test_a_value_that_means_nothing_is_refused_by_its_option(
@@ -227,6 +230,14 @@ def test_a_what_if_is_saved_with_a_page_and_says_how_long_it_took(tmp_path: Path
     assert f"<td>{found['largest_scale']:,.4g}</td>" in page
 
 
+def test_a_saved_what_if_is_asked_again(tmp_path: Path) -> None:
+    first = _result(*SMALL, "--target", "0.8", "--out", str(tmp_path))
+    assert _result("--scenario", str(tmp_path / "what_if.json")) == first
+    code, _, err = _simulate("--scenario", str(tmp_path / "what_if.json"), "--target", "0.9")
+    assert code == 1
+    assert "leave out --target" in err
+
+
 def test_without_matplotlib_a_page_with_plots_is_refused_before_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -243,9 +254,25 @@ def test_without_matplotlib_a_page_with_plots_is_refused_before_the_run(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_result_that_cannot_be_saved_was_printed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("below", ["", "further/down"])
+def test_a_folder_that_cannot_be_made_is_refused_before_the_run(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("")
-    code, out, err = _simulate(*ONE, "--out", str(tmp_path / "file"))
+    code, out, err = _simulate(*ONE, "--out", str(tmp_path / "file" / below))
+    assert (code, out) == (1, "")
+    assert f"{tmp_path / 'file'} is no folder" in err
+    code, _, err = _simulate(*ONE, "--profile", "absent", "--out", str(tmp_path / "new"))
+    assert code == 1
+    assert not (tmp_path / "new").exists(), "a refused run leaves nothing"
+
+
+def test_a_result_that_cannot_be_saved_was_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(simulate.report, "save", full)
+    code, out, err = _simulate(*ONE, "--out", str(tmp_path))
     assert code == 1
     assert json.loads(out)["offered"] == 300
     assert "cannot be written" in err

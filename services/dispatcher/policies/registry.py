@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -44,12 +45,21 @@ def create(name: str, **options: Any) -> Policy:
     try:
         made = maker(**options)
     except TypeError as e:
-        raise UnknownPolicy(f"dispatch policy {name!r}: {e}") from e
+        raise UnknownPolicy(f"dispatch policy {name!r}: {e}{_options(maker)}") from e
     lacking = [m for m in _methods() if not callable(getattr(made, m, None))]
     if lacking or not isinstance(made, Policy):
         missing = ", ".join(lacking) or "name"
         raise UnknownPolicy(f"dispatch policy {name!r} lacks, of base.Policy: {missing}")
     return made
+
+
+def _options(maker: Callable[..., Policy]) -> str:
+    """What it can be told, for the message about what it cannot."""
+    try:
+        names = inspect.signature(maker).parameters
+    except (TypeError, ValueError):  # no Python class
+        return ""
+    return f"; its options: {', '.join(names) or 'none'}"
 
 
 def _methods() -> list[str]:
