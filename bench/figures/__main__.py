@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from sim.scenario import ScenarioError
 
 OUT = origin.ROOT / "data" / "figures"  # not docs: what is published there took hours
 NOT_DONE = 3  # exit status: run the same command again
+INTERRUPTED = 130  # exit status after Ctrl-C, as of a shell
 COST_REQUESTS = 100_000
 
 
@@ -61,8 +63,11 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         runs.choose(o.policies)
     except (azure.NoTraces, UnknownPolicy) as e:
         p.error(str(e))
-    if o.jobs < 1:
-        p.error(f"--jobs: at least 1 expected, not {o.jobs}")
+    for name in ("jobs", "seeds"):
+        if (given := getattr(o, name)) is not None and given < 1:
+            p.error(f"--{name}: at least 1 expected, not {given}")
+    if o.hours is not None and not 0 < o.hours < math.inf:
+        p.error(f"--hours: a finite number above 0 expected, not {o.hours:g}")
     if o.traces and sorted(tag for tag, _ in o.traces) != sorted(azure.TAGS):
         p.error(f"--trace: one CSV each with the tags {' and '.join(azure.TAGS)} is expected")
     return o
@@ -77,12 +82,19 @@ def main() -> None:
         traces=o.traces,
         curve=o.curve,
     )
-    o.out.mkdir(parents=True, exist_ok=True)
+    try:
+        o.out.mkdir(parents=True, exist_ok=True)
+        o.store.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        sys.exit(f"bench.figures: {e.filename}: cannot be made: {e.strerror}")
     try:
         found = evaluate(plan, Store(o.store, o.minutes, say), o.cost_requests, o.jobs)
     except OutOfTime:
         say("more is to be simulated: run the same command again")
         sys.exit(NOT_DONE)
+    except KeyboardInterrupt:
+        say("cut; what is done is kept: run the same command again")
+        sys.exit(INTERRUPTED)
     except (TraceError, ScenarioError) as e:
         sys.exit(f"bench.figures: {e}")
     draw(found, o.out)

@@ -15,6 +15,9 @@ from sim.scenario import load_curve
 VARIANCE_AIM = 1 / 3  # of round robin's
 
 
+EXTRAPOLATED = "**all but the first minutes is extrapolated**"
+
+
 def caution(found: Found) -> str:
     """How far the loss curve is carried beyond what it was fitted to."""
     plan = found.plan
@@ -37,6 +40,7 @@ def caution(found: Found) -> str:
         loss=loss,
         learnt=round(learnt, -3),
         ends=ends,
+        beyond_it=EXTRAPOLATED if learnt > samples else "no more than was seen",
         one=round(one, -3),
         beyond=one / samples,
         seen=1 / loss,

@@ -4,7 +4,7 @@ CAUTION = """\
 Quality comes from the loss curve `{curve}` (`config/curves`; `python -m sim.fit_curve` fits one to
 a real run). It was fitted up to {samples:,} samples, cross-entropy {loss}
 ([simulator](../performance.md#simulator)). Here `collm` learns {learnt:,.0f} samples at 1x and the
-curve falls to {ends:.2f}: **all but the first minutes is extrapolated**. A quality above 1
+curve falls to {ends:.2f}: {beyond_it}. A quality above 1
 (cross-entropy below 1) begins at {one:,.0f} samples, {beyond:.0f} times as many as were seen; a
 real model would level off earlier. At the last loss that was seen quality is {seen:.2f}, {gain:.2f}
 times the initial adapter's {initial:.2f}; more than that of a ratio of Q-goodput no measurement

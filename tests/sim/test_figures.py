@@ -268,6 +268,9 @@ def test_what_is_published_is_not_written_over_unless_it_is_asked_for() -> None:
         (["--trace", "code=code.csv"], "code and conv"),
         (["--policies", "fastest"], "no dispatch policy 'fastest'"),
         (["--jobs", "0"], "--jobs: at least 1"),
+        (["--seeds", "0"], "--seeds: at least 1"),
+        (["--hours", "0"], "--hours: a finite number above 0 expected, not 0"),
+        (["--hours", "nan"], "--hours: a finite number above 0 expected"),
     ],
 )
 def test_bad_arguments_of_the_figures_are_told_before_hours_are_spent(
@@ -277,6 +280,30 @@ def test_bad_arguments_of_the_figures_are_told_before_hours_are_spent(
         figures.options(arguments)
     assert left.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_ctrl_c_says_that_what_is_done_is_kept(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    chosen: None,
+) -> None:
+    def cut(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figures, "evaluate", cut)
+    out = tmp_path / "out"
+    arguments = ["figures", "--out", str(out), "--store", str(tmp_path / "store")]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit) as left:
+        figures.main()
+    assert left.value.code == 130
+    assert "run the same command again" in capsys.readouterr().err
+    assert list(out.iterdir()) == []
+    out.rmdir()
+    out.write_text("")
+    with pytest.raises(SystemExit, match="out: cannot be made: File exists"):
+        figures.main()
 
 
 @pytest.mark.slow

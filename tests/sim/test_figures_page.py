@@ -176,6 +176,7 @@ def test_the_page_says_how_far_the_curve_is_carried() -> None:
     told = " ".join(page.caution(_found("smollm2")).split())
     assert "up to 1,116 samples, cross-entropy 1.229" in told
     assert "learns 100,000 samples at 1x and the curve falls to 0.80" in told
+    assert "**all but the first minutes is extrapolated**" in told
     assert "begins at 11,000 samples, 10 times as many as were seen" in told
     assert "quality is 0.81, 1.44 times the initial adapter's 0.57" in told
     assert "gone through at least 7 times" in told
