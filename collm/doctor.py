@@ -45,12 +45,12 @@ class Finding:
     mend: str = ""
 
 
-def machine(data: Path, host: str, port: int) -> Iterator[Finding]:
-    """Everything that can be said without a running system."""
+def machine(data: Path, host: str, port: int, *, redis_known: bool = False) -> Iterator[Finding]:
+    """Everything that can be said without a running system; ``redis_known``: it has its Redis."""
     yield _memory()
     yield _disk(data)
     yield _shared_memory()
-    yield _redis_binary()
+    yield _redis_binary(redis_known)
     yield _compiler()
     yield _port(host, port)
     yield from _packages()
@@ -94,10 +94,13 @@ def _shared_memory() -> Finding:
     return Finding("shared memory", Level.OK, found)
 
 
-def _redis_binary() -> Finding:
+def _redis_binary(redis_known: bool) -> Finding:
     try:
         return Finding("redis-server", Level.OK, find_binary())
     except NoRedis as e:
+        if redis_known:
+            mend = "only a `collm up` that starts a Redis of its own needs it"
+            return Finding("redis-server", Level.NOTE, "none found", mend)
         return Finding("redis-server", Level.BAD, "none found", str(e))
 
 

@@ -28,8 +28,9 @@ def run(
     data_dir: DataOption = None,
 ) -> None:
     """Check the machine, and the running system if there is one. Exit code 1: something is bad."""
-    findings = list(doctor.machine(data_folder(data_dir), host, port))
     url = known_redis_url(redis, data_dir)
+    known = url is not None
+    findings = list(doctor.machine(data_folder(data_dir), host, port, redis_known=known))
     if url is not None:
         findings += asyncio.run(doctor.system(url))
     if as_json:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from collm import doctor
 from collm.cli import build
 from collm.doctor import Level
-from collm.redis_server import RedisServer
+from collm.redis_server import NoRedis, RedisServer
 from shared import names
 from shared.messages import BODY, StepSample, TrainSample, encode
 from shared.records import ReplicaRecord
@@ -87,6 +87,20 @@ def test_a_taken_port_is_noted(tmp_path: Path) -> None:
         found = {f.check: f for f in doctor.machine(tmp_path, "127.0.0.1", port)}
     assert found["port"].level is Level.NOTE
     assert found["redis-server"].level is Level.OK
+
+
+def test_a_missing_redis_server_is_bad_only_where_no_redis_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> str:
+        raise NoRedis("no Redis: install one")
+
+    monkeypatch.setattr(doctor, "find_binary", none)
+    for known, level in ((False, Level.BAD), (True, Level.NOTE)):
+        findings = doctor.machine(tmp_path, "127.0.0.1", 0, redis_known=known)
+        found = {f.check: f for f in findings}["redis-server"]
+        assert found.level is level
+        assert found.mend
 
 
 def test_doctor_ends_with_1_only_when_something_is_bad(
