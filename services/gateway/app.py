@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
@@ -67,8 +69,9 @@ def _application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]
 def project_version() -> str:
     try:
         return version("collm")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "0.0.0"
+    except PackageNotFoundError:  # run from the tree itself, as in the images
+        project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+        return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
 
 
 def _errors(app: FastAPI) -> None:
