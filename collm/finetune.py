@@ -107,8 +107,11 @@ class Finetune:
             if why is None:
                 return record
             seen.append(f"{replica}: {why}")
-        wanted = f"replica {request.replica!r}" if request.replica else "any replica"
-        raise FinetuneError(f"{wanted} cannot train: {'; '.join(seen) or 'it is not known'}")
+        if request.replica:
+            wanted, unknown = f"replica {request.replica!r} cannot train", "it is not known"
+        else:
+            wanted, unknown = "no replica can train", "none is known"
+        raise FinetuneError(f"{wanted}: {'; '.join(seen) or unknown}")
 
     async def _unfit(self, record: ReplicaRecord) -> str | None:
         if not await self._redis.exists(names.replica_alive(record.id)):
@@ -119,7 +122,10 @@ class Finetune:
             return f"is {record.state}"
         queue = self._queue(record.id)
         if not await asyncio.to_thread(Worker.all, connection=self._sync, queue=queue):
-            return "has no training process (start with training switched on)"
+            return (
+                "has no training process (it comes after serving; if it stays away, "
+                "replica.training is off or the replica's log says why)"
+            )
         return None
 
     async def _store(self, replica: str) -> None:
