@@ -236,6 +236,15 @@ def test_every_service_of_ours_in_compose_takes_settings_from_a_file_that_may_be
     assert [n for n, s in ours.items() if s["env_file"] != wanted] == []
 
 
+def test_services_of_a_profile_are_ended_before_their_volumes_go() -> None:
+    """`down` leaves out what only a profile starts; a container that stays keeps its volume."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    before = page.split("docker volume rm")[0].rsplit("```sh", 1)[1]
+    profiles = {p for s in _interpolated({}).values() for p in s.get("profiles", [])}
+    assert profiles
+    assert all(f"docker compose --profile {p} down" in before for p in profiles)
+
+
 def test_prometheus_scrapes_every_service_of_the_compose_file() -> None:
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
     scraped = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
