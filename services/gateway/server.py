@@ -3,21 +3,47 @@ paths and queries are nobody's business)."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 
 import uvicorn
 
+from services.gateway import errors
 from services.gateway.protocol import limited
 from services.gateway.service import Gateway
 
 log = logging.getLogger(__name__)
 
+TELLING_SECONDS = 1  # what clients whose answers are cut have to be told
 
-def server(gateway: Gateway) -> uvicorn.Server:
+
+class Server(uvicorn.Server):
+    """Tells the clients that it still answers when its grace is over, before they are cut off."""
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway, grace: float) -> None:
+        super().__init__(config)
+        self._gateway, self._grace = gateway, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._grace, self._cut)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _cut(self) -> None:
+        log.warning("%d answers are cut after %g s of grace", len(self._gateway.desk), self._grace)
+        self._gateway.desk.fail_all(
+            errors.unavailable("this server is being stopped; ask again", retry_after=1.0)
+        )
+
+
+def server(gateway: Gateway) -> Server:
     """A server for this gateway; ``serve()`` runs until SIGTERM or ``should_exit``."""
     settings = gateway.settings
-    return uvicorn.Server(
+    grace = max(1, int(settings.shutdown_grace))
+    return Server(
         uvicorn.Config(
             gateway.asgi,
             host=_allowed(gateway, settings.host),
@@ -32,9 +58,11 @@ def server(gateway: Gateway) -> uvicorn.Server:
             server_header=False,
             date_header=False,
             timeout_keep_alive=30,
-            timeout_graceful_shutdown=max(1, int(settings.shutdown_grace)),
+            timeout_graceful_shutdown=grace + TELLING_SECONDS,
             backlog=2048,
-        )
+        ),
+        gateway,
+        grace,
     )
 
 

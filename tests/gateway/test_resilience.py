@@ -332,3 +332,36 @@ async def test_gateways_say_that_they_live_and_say_goodbye(start, redis):
         await served.chat()
     assert not await redis.exists(names.gateway_alive(gateway), names.replies(gateway))
     assert not await redis.sismember(names.GATEWAYS, gateway)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_is_cut_when_the_gateway_stops_is_told(
+    redis, redis_server, tmp_path, tiny_folder, stream
+):
+    """An answer that never ends: its client hears of the end of the grace, not of a broken line."""
+    await register(redis, MODEL, tiny_folder)
+    settings = GatewaySettings(
+        redis_url=redis_server.url, data_dir=tmp_path, port=0, shutdown_grace=1
+    )
+    async with (
+        answering(redis, MODEL, says("")) as answerer,
+        httpx.AsyncClient(timeout=30) as http,
+    ):
+        answerer.reply = lambda request: [answerer.output(request, 0, tokens_of("Hel"))]
+        async with serve(settings) as (gateway, url):
+            asked = asyncio.create_task(
+                http.post(f"{url}/v1/chat/completions", json={**CHAT, "stream": stream})
+            )
+            await until(lambda: gateway.desk.counts().get((MODEL, "torch")) == [1, 0], "a token")
+        response = await asked
+    if stream:
+        lines = [line for line in response.text.splitlines() if line]
+        *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Hel"
+        error = last["error"]
+    else:
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        error = response.json()["error"]
+    assert error["code"] == "service_unavailable"
+    assert "is being stopped" in error["message"]
