@@ -13,6 +13,7 @@ RUN useradd --uid 10001 --create-home collm \
     && chmod 755 /usr/local/bin/collm
 WORKDIR /app
 COPY deploy/wheels /wheels
+COPY deploy/healthy.sh /usr/local/bin/collm-healthy
 COPY pyproject.toml requirements.lock ./
 COPY tools/dependencies.py tools/
 
