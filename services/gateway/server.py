@@ -33,7 +33,8 @@ class Server(uvicorn.Server):
             timer.cancel()
 
     def _cut(self) -> None:
-        log.warning("%d answers are cut after %g s of grace", len(self._gateway.desk), self._grace)
+        if count := len(self._gateway.desk):
+            log.warning("%d answers are cut after %g s of grace", count, self._grace)
         self._gateway.desk.fail_all(
             errors.unavailable("this server is being stopped; ask again", retry_after=1.0)
         )
