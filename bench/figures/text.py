@@ -63,6 +63,9 @@ dlora +10.5 %, round_robin +27 %, peft +42 and **+78 %** \
 | the same at 1.5, beyond what they carry \
 (with the speed of the very run: -21 to +12 %, within 0.05) \
 | +14 to **-51 %** | +0.07 to **-0.17** | **-20 to +34 %** |
+| two real CPU replicas (AVX2, 2026-12-01) at 0.6, where round robin has four of ten late, \
+three policies | within 4 % | within 0.05 | 0 to -14 % |
+| the same at 0.3 | within 1 % | 0.0 | -8 to -12 %; collm **-21 %** |
 | two real CPU replicas, not full | within 1 % | within 0.004 | +2 to +8 %; collm **+21 %** |
 | two real CPU replicas at their limit, after mends \
 (AVX2; one profile, then one of a slower minute) \
