@@ -14,9 +14,11 @@ class DispatcherSettings(Settings):
 
     section: ClassVar[str] = "dispatcher"
 
-    policy: str = Field("collm", description="Name of the dispatch policy, or module:Class")
+    policy: str = Field(
+        "collm", description="Dispatch policy, or module:Class (docs/simulation.md, Policies)"
+    )
     policy_options: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments of the policy"
+        default_factory=dict, description="Keyword arguments of the policy (the same page)"
     )
     host: str = Field("127.0.0.1", description="Address of /metrics and /health")
     port: int = Field(9101, ge=0, le=65535, description="Port of /metrics and /health; 0: any")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import typer
 
 from collm.cli import build
 from collm.commands.simulate import BESIDE_A_FILE, OPTION_OF
+from services.dispatcher.policies.registry import POLICIES
 from shared.latency import LatencyModel
 from shared.profile import Profile
 from sim.rounds import Federated
@@ -28,6 +30,12 @@ ROWS = re.findall(r"^\| `([\w.]+)` \| (?:`(.*?)`)? ?\| .+ \|$", FIELDS, re.M)
 def test_every_field_of_a_profile_is_in_a_table(kind: type[msgspec.Struct]) -> None:
     rows = "\n".join(line for line in PAGE.splitlines() if line.startswith("|"))
     assert [field for field in kind.__struct_fields__ if f"`{field}`" not in rows] == []
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_is_in_the_table_with_its_options(name: str) -> None:
+    (row,) = re.findall(rf"^\| `{name}` \| .+ \| (.+) \|$", PAGE, re.M)
+    assert [o for o in inspect.signature(POLICIES[name]).parameters if f"`{o}`" not in row] == []
 
 
 def _fields(kind: type[msgspec.Struct], before: str = "") -> Iterator[tuple[str, str]]:
