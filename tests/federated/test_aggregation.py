@@ -88,9 +88,7 @@ def test_one_client_in_is_the_same_client_out_to_the_last_bit(strategy: str) -> 
 
 
 def test_every_strategy_that_may_be_asked_for_is_there() -> None:
-    assert tuple(BY_NAME) == rounds.STRATEGIES, (
-        "shared/rounds.py names others"
-    )
+    assert tuple(BY_NAME) == rounds.STRATEGIES, "shared/rounds.py names others"
 
 
 @pytest.mark.parametrize("strategy", list(BY_NAME))
