@@ -7,10 +7,11 @@ an hour with one seed. Only ``collm`` trains; the other policies serve the initi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench import azure, origin, pacing
@@ -73,6 +74,28 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return o
 
 
+def opened(o: argparse.Namespace) -> Store:
+    """What is kept, and the folder for what will be written. Raises OSError."""
+    o.out.mkdir(parents=True, exist_ok=True)
+    o.store.mkdir(parents=True, exist_ok=True)
+    return Store(o.store, o.minutes, say)
+
+
+@contextlib.contextmanager
+def resumable(name: str) -> Iterator[None]:
+    """Simulations that may be cut or refused: ends the command ``name`` with what to do."""
+    try:
+        yield
+    except OutOfTime:
+        say("more is to be simulated: run the same command again")
+        sys.exit(NOT_DONE)
+    except KeyboardInterrupt:
+        say("cut; what is done is kept: run the same command again")
+        sys.exit(INTERRUPTED)
+    except (TraceError, ScenarioError, OSError) as e:
+        sys.exit(f"{name}: {e}")
+
+
 def main() -> None:
     o = options()
     made = origin.facts()
@@ -82,21 +105,8 @@ def main() -> None:
         traces=o.traces,
         curve=o.curve,
     )
-    try:
-        o.out.mkdir(parents=True, exist_ok=True)
-        o.store.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        sys.exit(f"bench.figures: {e.filename}: cannot be made: {e.strerror}")
-    try:
-        found = evaluate(plan, Store(o.store, o.minutes, say), o.cost_requests, o.jobs)
-    except OutOfTime:
-        say("more is to be simulated: run the same command again")
-        sys.exit(NOT_DONE)
-    except KeyboardInterrupt:
-        say("cut; what is done is kept: run the same command again")
-        sys.exit(INTERRUPTED)
-    except (TraceError, ScenarioError) as e:
-        sys.exit(f"bench.figures: {e}")
+    with resumable("bench.figures"):
+        found = evaluate(plan, opened(o), o.cost_requests, o.jobs)
     draw(found, o.out)
     (o.out / "README.md").write_text(page.write(found) + record.text(made), encoding="utf-8")
     facts = json.dumps(record.facts(found, made), indent=1)

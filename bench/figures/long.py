@@ -8,18 +8,14 @@ costs there: every policy at 1x to 4x with one seed, and ``collm`` with B = 0. T
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 
 from bench import origin
 from bench.figures import parallel, record, runs, tables
-from bench.figures.__main__ import NOT_DONE, options, say
+from bench.figures.__main__ import opened, options, resumable, say
 from bench.figures.found import Result
 from bench.figures.runs import LOADS, SEED, Case, Plan
-from bench.figures.store import OutOfTime, Store
-from loadgen.trace import TraceError
 from sim.rounds import Federated
-from sim.scenario import ScenarioError
 
 HOURS = 10.0
 NO_TRAINING = "collm, B = 0"
@@ -68,20 +64,14 @@ def main() -> None:
     o = options()
     made = origin.facts()
     plan = Plan(hours=o.hours or HOURS, seeds=(SEED,), traces=o.traces, curve=o.curve)
-    o.out.mkdir(parents=True, exist_ok=True)
-    store = Store(o.store, o.minutes, say)
-    try:
+    with resumable("bench.figures.long"):
+        store = opened(o)
         unit = runs.saturation(plan, store) * 1.1 / 4
         planned = cases(plan, unit)
         scenarios = [case.scenario for case in planned]
         store.expect(scenarios)
         parallel.ahead(store, scenarios, o.jobs)
         results = {(case.name, case.load): store.run(case.scenario) for case in planned}
-    except OutOfTime:
-        say("more is to be simulated: run the same command again")
-        sys.exit(NOT_DONE)
-    except (TraceError, ScenarioError) as e:
-        sys.exit(f"bench.figures.long: {e}")
     names = [*runs.policies(), NO_TRAINING]
     (o.out / "long.md").write_text(page(plan, names, results) + record.text(made), encoding="utf-8")
     named: dict[str, Result] = {f"{name}, {load}x": r for (name, load), r in results.items()}

@@ -124,7 +124,9 @@ def test_a_policy_that_the_dispatcher_would_refuse_ends_the_plan(
 
 
 def test_a_policy_from_elsewhere_is_left_to_the_dispatcher() -> None:
-    _plan(UpSettings(models=("small",), policy="no_such_module:Policy"), SMALL)
+    system = _plan(UpSettings(models=("small",), policy="no_such_module:Policy"), SMALL)
+    (dispatcher,) = (part for part in system.parts if part.name == "dispatcher")
+    assert dispatcher.environment["COLLM_DISPATCHER_POLICY"] == "no_such_module:Policy"
 
 
 def test_the_gateway_stops_first_and_the_replicas_last() -> None:

@@ -29,3 +29,22 @@ def test_every_policy_and_no_training_are_in_the_table(
     assert facts["hours"] == 0.01
     assert facts["results"][f"{long.NO_TRAINING}, 1x"]["training"]["samples"] == 0
     assert "scenario" not in facts["results"]["collm, 1x"]
+
+
+def test_it_ends_like_the_evaluation_where_it_is_cut_or_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cut(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "saturation", cut)
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["long", "--out", str(out), "--store", str(tmp_path / "kept")])
+    with pytest.raises(SystemExit) as left:
+        long.main()
+    assert left.value.code == 130
+    assert "run the same command again" in capsys.readouterr().err
+    out.rmdir()
+    out.write_text("")
+    with pytest.raises(SystemExit, match=r"bench\.figures\.long: .*File exists"):
+        long.main()
